@@ -1,5 +1,5 @@
-"""Benchmarks of operators, models and decoding: times, memory, and how near they come to what the machine can do.
+"""Benchmarks of operators, models and decoding: time, memory, and the share of the machine's peak rates.
 
-`python -m benchmarks ops|model|decode|images` in a clone of the repository. In Python `ops.measure_ops`,
-`model.measure_model` and `decode.measure_decode` give a `report.Report`.
+Run `python -m benchmarks ops|model|decode|images` in a clone of the repository. In Python, `ops.measure_ops`,
+`model.measure_model` and `decode.measure_decode` return a `report.Report`.
 """

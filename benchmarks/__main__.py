@@ -1,8 +1,8 @@
-"""`python -m benchmarks`."""
+"""Entry point of `python -m benchmarks`."""
 
 import os
 
-# torch's profiler, which measures memory, reads these when torch is loaded; it would announce itself at each use.
+# Silences torch's profiler, which measures memory. It reads these variables when torch is imported.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 

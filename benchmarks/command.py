@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: operators, models and decoding, timed beside SDPA and other libraries."""
+"""Command line of `python -m benchmarks`: time operators, models and decoding beside SDPA and other libraries."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from subquad.config import suggest
 OVERVIEW = """\
 usage: python -m benchmarks WHAT [options]
 
-Measure times and memory on this machine: medians of repeats that take turns, in one process.
+Measure time and memory on this machine. Each time is the median of interleaved repeats in one process.
 
 what:
   ops      operators, forward and backward, beside causal SDPA and other libraries
   model    training steps and prefill of whole decoders
-  decode   one token after contexts of several lengths, and the state's size
-  images   drawing images with trained models, with their state and without
+  decode   one token after contexts of several lengths, and the size of the state
+  images   generation of images by trained models, with and without their state
 
   python -m benchmarks ops --tokens 1024,4096 --out results
   python -m benchmarks ops --mechanisms latte --latents 16,32,64,128,256
   python -m benchmarks model --mechanisms full,llp --tokens 2048
   python -m benchmarks decode --mechanisms llp,latte --contexts 1000,100000
 
-`python -m benchmarks WHAT --help` lists the options. Nothing is written without --out FOLDER.
+`python -m benchmarks WHAT --help` lists the options. Files are written only with --out FOLDER.
 """
 CONFIGS: dict[str, type[BenchConfig]] = {"ops": OpsConfig, "model": ModelConfig, "decode": DecodeConfig}
 MEASURES: dict[str, Callable[..., Report]] = {"ops": measure_ops, "model": measure_model, "decode": measure_decode}
@@ -49,50 +49,50 @@ ON_GPU: dict[str, dict[str, Any]] = {
     "model": {"dtype": "bfloat16", **_DECODER},
     "decode": {"dtype": "bfloat16", **_DECODER, "contexts": [1000, 10000, 100000]},
 }
-"""Defaults on a GPU, where they differ."""
+"""Defaults on a GPU that differ from those on a CPU."""
 DESCRIPTIONS = {
     "ops": "Time operators without projections, beside causal SDPA and other libraries.",
     "model": "Time training steps (no optimizer) and prefill of decoders.",
     "decode": "Time one token after contexts of several lengths.",
 }
 HELP = {
-    "mechanisms": "Mechanisms, as a,b,c",
+    "mechanisms": "Mechanisms to time, separated by commas",
     "device": "cpu or cuda",
-    "dtype": "Of inputs, or of products under autocast",
-    "repeats": "Timed calls of each case, instead of what fits into --seconds",
-    "seconds": "For the repeats of a length",
-    "tokens": "Lengths",
-    "contexts": "Tokens read before",
-    "latents": "Latte's, of a head, as 16,64",
-    "segment": "LLP's segment, which is the window's width too, as 256,512",
-    "passes": f"Of {', '.join(PASSES)}, as a,b",
-    "backends": f"Backends of our engines, each a line, as a,b: {', '.join(BACKENDS)}, instead of the engine's choice",
-    "peers": "auto (other libraries that are installed), none, or names, as a,b",
-    "batch": "Sequences",
-    "batch_tokens": "Tokens of all sequences together, instead of --batch",
-    "piece": "Tokens that are read at a time",
-    "heads": "Heads",
-    "channels": "Channels of a head",
-    "layers": "Layers",
+    "dtype": "Dtype of the inputs (ops, decode) or of autocast (model)",
+    "repeats": "Timed calls of each case; by default as many as fit into --seconds",
+    "seconds": "Seconds for the repeats at one length",
+    "tokens": "Sequence lengths in tokens, separated by commas",
+    "contexts": "Context lengths in tokens, separated by commas",
+    "latents": "Latents per head of Latte, such as 16,64",
+    "segment": "LLP's segment and the window's width in tokens, such as 256,512",
+    "passes": f"Passes to time, separated by commas: {', '.join(PASSES)}",
+    "backends": f"Backends to time, separated by commas: {', '.join(BACKENDS)}; by default the engine's choice",
+    "peers": "Other libraries: auto (all that are installed), none, or names separated by commas",
+    "batch": "Sequences per batch",
+    "batch_tokens": "Tokens per batch, instead of --batch",
+    "piece": "Tokens that prefill reads at a time",
+    "heads": "Number of heads",
+    "channels": "Channels per head",
+    "layers": "Number of layers",
     "dim": "Model width",
-    "vocab": "Vocabulary",
+    "vocab": "Vocabulary size",
 }
-"""The help of each option, without its default."""
+"""Help of each option, without its default."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns its exit status."""
+    """Run the command line and return its exit status."""
     return guarded(run, sys.argv[1:] if arguments is None else arguments)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse, measure, print; the exit status is 1 where something of ours failed."""
+    """Parse, measure and print. Return 1 if a case of this library failed, 2 for a wrong benchmark name."""
     what = arguments[0] if arguments else ""
     if what in ("-h", "--help"):
         sys.stdout.write(OVERVIEW)
         return 0
     if what == "images":
-        from benchmarks import images  # it loads transformers
+        from benchmarks import images  # imports transformers
 
         return images.run(arguments[1:])
     if what not in CONFIGS:
@@ -101,7 +101,7 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     parser = make_parser(what)
     chosen = parser.parse_args(arguments[1:])
-    with parser.checking():  # nothing is measured here
+    with parser.checking():
         config = _config(what, chosen)
         CHECKS[what](config)
     report = MEASURES[what](config, shown=True, command=shlex.join(["python", "-m", "benchmarks", *arguments]))
@@ -113,7 +113,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _config(what: str, chosen: Namespace) -> BenchConfig:
-    """The configuration of the options that were given. Raises `ValueError` and `TypeError` as it does."""
+    """Return the configuration with the given options. Raise the configuration's `ValueError` or `TypeError`."""
     default = CONFIGS[what]()
     given = {name: value for name in default.to_dict() if (value := chosen[name]) is not None and value != {}}
     for name, text in given.items():
@@ -125,7 +125,7 @@ def _config(what: str, chosen: Namespace) -> BenchConfig:
 
 
 def _listed(name: str, text: str) -> Any:
-    """`a,b,c` as a list, of whole numbers where they are numbers; `auto` and `none` as they are."""
+    """Split `a,b,c` into a list, of integers if `name` holds numbers; return `auto` and `none` unchanged."""
     if name == "peers" and text in ("auto", "none"):
         return text
     parts = text.split(",")
@@ -134,7 +134,7 @@ def _listed(name: str, text: str) -> Any:
     try:
         return [int(part) for part in parts]
     except ValueError:
-        raise ValueError(f"{name} must be whole numbers, as in 1024,4096, got {text!r}") from None
+        raise ValueError(f"{name} must be integers separated by commas, such as 1024,4096, got {text!r}") from None
 
 
 def _show(report: Report, *, markdown: bool) -> None:
@@ -145,21 +145,21 @@ def _show(report: Report, *, markdown: bool) -> None:
 
 
 def make_parser(what: str) -> Parser:
-    """The options of a benchmark: those of its configuration, and where the report goes."""
+    """Return the parser of a benchmark: its configuration's fields and the output options."""
     name = f"python -m benchmarks {what}"
     parser = Parser(description=DESCRIPTIONS[what], prog=name, usage=f"{name} [options]")
     for option, default in CONFIGS[what]().to_dict().items():
         if option == "options":
-            parser.add_options("Options of mechanisms: --options.llp.segment 512.")
+            parser.add_options("Options of a mechanism, such as --options.llp.segment 512.")
             continue
         kind: Any = str if isinstance(default, list | str) else float if isinstance(default, float) else int
         on_gpu = ON_GPU[what].get(option, default)
         shown = _shown(default) + (f"; on a GPU {_shown(on_gpu)}" if on_gpu != default else "")
         text = HELP[option] + (f" (default: {shown})." if shown else ".")
         parser.add_argument(f"--{option}", type=(Literal[DTYPES] if option == "dtype" else kind) | None, help=text)
-    out = "A folder to write JSON, CSV and pictures to (default: nowhere)."
+    out = "Folder for JSON, CSV and pictures (default: none are written)."
     parser.add_argument("--out", type=str | None, default=None, help=out)
-    parser.add_yes_no("plots", "Whether to draw pictures into --out.")
+    parser.add_yes_no("plots", "Draw pictures into --out.")
     parser.add_argument("--markdown", action="store_true", help="Print the tables in Markdown.")
     return parser
 

@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def run(name: str, folder: Path, steps: int | None) -> dict[str, Any]:
-    """One recipe: trained without a time limit, evaluated on all of the held-out text."""
+    """Train one recipe without a time limit and evaluate it on the whole held-out text."""
     config = TrainConfig.from_file(recipe_path(f"stdlib-{name}"))
     changes: dict[str, Any] = {"folder": str(folder), "max_minutes": None}
     schedule = config.schedule
@@ -75,13 +75,8 @@ def run(name: str, folder: Path, steps: int | None) -> dict[str, Any]:
     corpus, decoder = result.corpus, result.model.model
     assert isinstance(corpus, Corpus)
     held_out = corpus.held_out
-    evaluation = evaluate(
-        decoder,
-        held_out.tokens,
-        length=config.batch.length,
-        text_bytes=held_out.text_bytes,
-        words=held_out.words,
-    )
+    counts: dict[str, Any] = {"text_bytes": held_out.text_bytes, "words": held_out.words}
+    evaluation = evaluate(decoder, held_out.tokens, length=config.batch.length, **counts)
     if evaluation.bits_per_byte is None:
         raise SystemExit("the held-out text has no bytes")
     speeds = [record["tokens_per_s"] for record in read_metrics(folder) if "tokens_per_s" in record]

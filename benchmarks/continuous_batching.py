@@ -1,10 +1,10 @@
-"""Times many requests of mixed lengths one at a time and through the slots of a BatchDecoder, side by side.
+"""Compare decoding of many requests one at a time with decoding in the slots of a BatchDecoder.
 
     python benchmarks/continuous_batching.py [--requests 200] [--slots 16] [--mechanisms latte,llp] [--out FILE.json]
 
-Both are given the same prompts and the same numbers of tokens, and choose the likeliest token. Each round times one
-after the other; the figures are the median and the 20th and 80th percentile of the rounds. On a machine with a GPU
-add `--device cuda`, and `--compile` for a compiled step.
+Both ways get the same prompts of mixed lengths and decode greedily. Each round times both, one after the other; the
+figures are the median and the 20th and 80th percentile over rounds. On a GPU add `--device cuda`, and `--compile` to
+compile the step.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ Asked = list[tuple[list[int], int]]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print the table, write the JSON."""
+    """Measure, print a line per mechanism and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mechanisms", default="llp,window,linear,latte,elita,full", help="separated by commas")
+    mechanisms = "mechanisms to time, separated by commas"
+    parser.add_argument("--mechanisms", default="llp,window,linear,latte,elita,full", help=mechanisms)
     for name, value, text in (
-        ("requests", 200, "sequences"),
-        ("slots", 16, "of the batch"),
-        ("prompt", 128, "tokens of the longest prompt"),
-        ("tokens", 128, "generated tokens of the longest sequence"),
-        ("dim", 128, "width of the model"),
-        ("layers", 4, "of the model"),
-        ("rounds", 3, "of both ways, one after the other"),
+        ("requests", 200, "number of requests"),
+        ("slots", 16, "slots of the batch"),
+        ("prompt", 128, "most tokens in a prompt"),
+        ("tokens", 128, "most generated tokens per request"),
+        ("dim", 128, "model width"),
+        ("layers", 4, "number of layers"),
+        ("rounds", 3, "rounds, each timing both ways"),
     ):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} (default: {value})")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--compile", action="store_true", help="compile the batch's step")
-    parser.add_argument("--out", type=Path, default=None, help="a JSON file for the figures")
+    parser.add_argument("--out", type=Path, default=None, help="JSON file for the results")
     asked = parser.parse_args(arguments)
     names = asked.mechanisms.split(",")
     causal = [name for name in attention.names() if "causal" in attention.mechanism(name).forms]
@@ -58,17 +59,17 @@ def main(arguments: list[str] | None = None) -> int:
     settings = {key: str(value) if key == "out" else value for key, value in vars(asked).items()}
     for name in names:
         rows.append(measure(name, asked))
-        if asked.out is not None:  # after each one, so that a run that is stopped has what it measured
+        if asked.out is not None:  # after each mechanism, so that an interrupted run keeps its results
             asked.out.write_text(json.dumps({"settings": settings, **origin, "rows": rows}, indent=1) + "\n")
     return 0
 
 
 def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
-    """Time one mechanism both ways and print its line."""
+    """Time one mechanism both ways, print its line and return it as a row."""
     model, requests = build(name, asked), mixed(asked)
     tokens = sum(count for _, count in requests)
     alone, together, same = [], [], []
-    list(generate(model, [1, 2], max_tokens=2))  # what loads on first use
+    list(generate(model, [1, 2], max_tokens=2))  # warm up
     for _ in range(asked.rounds):
         start = time.perf_counter()
         expected = [list(generate(model, prompt, max_tokens=count, temperature=0)) for prompt, count in requests]
@@ -103,7 +104,7 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def build(name: str, asked: argparse.Namespace) -> Decoder:
-    """A model with random weights that are wide enough for its tokens to differ."""
+    """Return a model whose random weights are large enough for its greedy tokens to vary."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 256, "dim": asked.dim, "num_layers": asked.layers, "num_heads": 4, "init_std": 0.3}
     position = "rope" if attention.mechanism(name).rotates else "sinusoidal"
@@ -112,7 +113,7 @@ def build(name: str, asked: argparse.Namespace) -> Decoder:
 
 
 def mixed(asked: argparse.Namespace) -> Asked:
-    """Prompts and numbers of tokens of lengths up to the longest, evenly drawn."""
+    """Draw the prompts and the numbers of tokens to generate, uniform up to `asked.prompt` and `asked.tokens`."""
     random = torch.Generator().manual_seed(0)
 
     def draw(most: int) -> int:

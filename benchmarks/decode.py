@@ -1,4 +1,4 @@
-"""`measure_decode`: the time of one token after contexts of several lengths."""
+"""Measure the time of one decoded token after contexts of several lengths."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from subquad.models import Decoder
 from subquad.state import State
 
 MOST = 200
-"""Repeats, at most: a token takes milliseconds."""
+"""Most repeats: a token takes milliseconds."""
 WARM, BEFORE = 0.03, 100
-"""Seconds of decoding before each token that is timed, and the most tokens of it: what follows a case that has read
+"""Untimed decoding before each timed token: seconds, and most tokens. Without it, the case after one that has read
 128 MiB of keys and values is slower for some milliseconds."""
 
 
 class Read(NamedTuple):
-    """A model after a context, and how long it took to read it."""
+    """A model, its state after a context, and the seconds that reading the context took."""
 
     model: Decoder
     state: State
@@ -34,7 +34,7 @@ class Read(NamedTuple):
 
 
 def check_decode(config: DecodeConfig) -> None:
-    """Raise `ValueError` or `TypeError` for what cannot be measured here."""
+    """Raise `ValueError` or `TypeError` if this configuration can't be measured here."""
     check_there(config.device)
     check_models(config.mechanisms, config.options, stacks=False)
     with torch.device("meta"):
@@ -51,12 +51,12 @@ def measure_decode(
     found: Callable[[Report], None] | None = None,
     command: str = "",
 ) -> Report:
-    """Time of one token after each context, over that after the shortest, and bytes of the state.
+    """Measure the time of one token after each context, its ratio to the shortest context, and the state's bytes.
 
-    The state is built by reading the context in pieces; then the same next token is read again and again, so that the
-    context stays as long as it is said to be. Repeats of all mechanisms and contexts are interleaved. Times are from
-    call to logits, launches included: a decoder waits for each token. Weights are cast to the dtype. The other
-    arguments, and what becomes of failures, are those of `measure_ops`.
+    The context is read in pieces; then the same next token is decoded from the same state in every repeat, so the
+    context keeps its length. Repeats of all mechanisms and contexts are interleaved. A time runs from call to logits,
+    launches included, since a decoder waits for each token. Weights are cast to the dtype. Other arguments and the
+    treatment of failures are as in `measure_ops`.
     """
     config = DecodeConfig() if config is None else config
     check_decode(config)
@@ -79,7 +79,7 @@ def measure_decode(
             model = models[name]
             reads[name, tokens] = model if isinstance(model, Failure) else attempt(_read, config, model, tokens)
         progress.step("one token")
-        # All mechanisms at one context, then at the next: each follows another model, whatever its context.
+        # Order by context, so that consecutive cases use different models.
         turns = sorted(reads.items(), key=lambda item: item[0][1])
         runs = {key: _step(config, read) for key, read in turns if isinstance(read, Read)}
         times = interleave(runs, clock=wall_clock, repeats=config.repeats, seconds=config.seconds, most=MOST)
@@ -105,7 +105,7 @@ def _tokens(config: DecodeConfig, tokens: int) -> Tensor:
 
 @torch.no_grad()
 def _read(config: DecodeConfig, model: Decoder, tokens: int) -> Read:
-    """The state after the context; a token more warms up, so that the time of reading has no compilation in it."""
+    """Read the context. A first call on one piece warms up, so that the measured time contains no compilation."""
     numbers_BT, state = _tokens(config, tokens), None
     model(numbers_BT[:, : min(config.piece, tokens)])
     start = time.perf_counter()
@@ -118,9 +118,9 @@ def _read(config: DecodeConfig, model: Decoder, tokens: int) -> Read:
 
 
 def _step(config: DecodeConfig, read: Read) -> Run:
-    """The logits of one token more, after some that are not timed: decoding comes back to weights that are at hand.
+    """Return the timed call: one token after untimed ones (`WARM`, `BEFORE`), which bring the weights into cache.
 
-    The first of them makes the room that a growing cache has in decoding; the timed one goes on from the last.
+    The first untimed token also makes a growing cache reserve room; the timed one continues from the last.
     """
     token_B1 = _tokens(config, 1)
 
@@ -141,11 +141,7 @@ def _step(config: DecodeConfig, read: Read) -> Run:
 
 
 def _row(
-    config: DecodeConfig,
-    name: str,
-    tokens: int,
-    read: Read | Failure,
-    times: dict[tuple[str, int], Timing | Failure],
+    config: DecodeConfig, name: str, tokens: int, read: Read | Failure, times: dict[tuple[str, int], Timing | Failure]
 ) -> Row:
     result = read if isinstance(read, Failure) else times[name, tokens]
     row: dict[str, Any] = {

@@ -1,12 +1,12 @@
-"""`make gpu`: the GPU tests and the benchmarks in one command, in under nine minutes and without network.
+"""Run the GPU tests and benchmarks in under nine minutes without network (`make gpu`).
 
     python benchmarks/gpu.py [--device cuda|cpu] [--dry-run] [--only tests,ops] [--seconds 520] [--folder FOLDER]
 
-Needs torch, triton, numpy, pyyaml, tokenizers, pytest and this checkout; nothing is installed but wheels of peers in
-`.whl/`, which go to `.whl/site`. Each step runs in a process of its own with a time limit, and writes
-`gpu_STEP.json` into benchmarks/results, and into $OUT where that is set. A step that fails, or for which no time is
-left, says so in its file, and the next one goes on. With `--device cpu --dry-run` everything runs in tiny sizes on a
-CPU, the kernels in Triton's interpreter: that proves this script; its files, in runs/gpu-dry-run, prove nothing else.
+Needs torch, triton, numpy, pyyaml, tokenizers, pytest and this checkout. Wheels of peers in `.whl/` are unpacked into
+`.whl/site`; nothing else is installed. Each step runs in its own process with a time limit and writes `gpu_STEP.json`
+to benchmarks/results, and to $OUT if set. If a step fails or no time is left for it, its file says so and the next
+step runs. With `--device cpu --dry-run` all steps run in tiny sizes on a CPU, the kernels in Triton's interpreter. That
+tests this script alone; its files go to runs/gpu-dry-run.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Step(NamedTuple):
-    """A step that runs in a process of its own, by `gpu_steps.RUNS`."""
+    """A key of `gpu_steps.RUNS` and its time limit in seconds."""
 
     name: str
     seconds: int
-    """The time limit."""
 
 
 STEPS = (
@@ -46,24 +45,24 @@ STEPS = (
 NAMES = tuple(step.name for step in STEPS if step.name != "warm")
 WHEELS = ROOT / ".whl"
 SECONDS = 520.0
-"""For all steps together: nine minutes, less what it takes to begin and to end."""
+"""Limit for all steps: nine minutes less start-up and shutdown."""
 LEAST = 5.0
-"""Seconds: with less no step begins."""
+"""Seconds that must be left for a step to start."""
 QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""torch's profiler, which measures memory, announces itself otherwise."""
+"""Environment that silences torch's profiler, which measures memory."""
 TAIL = 4000
-"""Characters of a step's output that are kept."""
+"""Characters kept of the end of a step's output."""
 
 
 def main() -> int:
-    """Run the steps, or (`--step`) one of them in this process; the exit status is 1 where one failed."""
+    """Run all steps, or the one of `--step` in this process. Return 1 if a step failed, 2 if none can run here."""
     arguments = _arguments()
     if problem := _missing(arguments.device):
         sys.stderr.write(f"error: {problem}\n")
         return 2
     if arguments.step is not None:
-        sys.path.insert(0, str(ROOT))  # run as a file, this has its own folder there instead
-        from benchmarks.gpu_steps import RUNS  # it loads torch
+        sys.path.insert(0, str(ROOT))  # a script's own folder is on the path instead
+        from benchmarks.gpu_steps import RUNS  # imports torch
 
         return RUNS[arguments.step](arguments)
     deadline = time.monotonic() + arguments.seconds
@@ -82,7 +81,7 @@ def main() -> int:
             sys.stdout.flush()
             if record["status"] != "ok":
                 failed.append(step.name)
-    finally:  # also on Ctrl-C, which does not reach a process in a group of its own
+    finally:  # also on Ctrl-C, which doesn't reach a process in another group
         if warming is not None:
             _stop(warming)
     if failed:
@@ -91,15 +90,15 @@ def main() -> int:
 
 
 def time_limits(steps: list[Step], seconds: float) -> dict[Step, float]:
-    """The limit of each step; where together they would take longer than `seconds`, all are shortened alike."""
+    """Return each step's limit, all scaled by one factor if their sum exceeds `seconds`."""
     share = min(1.0, seconds / sum(step.seconds for step in steps))
     return {step: share * step.seconds for step in steps}
 
 
 def run_step(step: Step, arguments: argparse.Namespace, site: Path | None, limit: float) -> dict[str, Any]:
-    """Run a step in its own process, and write how it went into its file; returns that record."""
+    """Run a step in its own process, add status, seconds and output to its file, and return them."""
     file = arguments.folder / f"gpu_{step.name}.json"
-    file.unlink(missing_ok=True)  # an old result is not taken for this run's
+    file.unlink(missing_ok=True)  # an old result must not look like this run's
     start, output = time.monotonic(), ""
     if limit < LEAST:
         status = "skipped: no time was left for it"
@@ -127,7 +126,7 @@ def run_step(step: Step, arguments: argparse.Namespace, site: Path | None, limit
 
 
 def install_wheels() -> Path | None:
-    """Unpack the wheels in `.whl/` beside them, without what they depend on; None where there are none."""
+    """Install the wheels in `.whl/`, without dependencies, and return their folder, or None without wheels."""
     wheels = sorted(WHEELS.glob("*.whl"))
     if not wheels:
         return None
@@ -136,21 +135,18 @@ def install_wheels() -> Path | None:
     where = ["--no-index", "--find-links", str(WHEELS), "--no-deps", "--target", str(site)]
     done = subprocess.run([*pip, *where, *map(str, wheels)], capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.stderr.write(f"the wheels in {WHEELS} cannot be installed:\n{done.stderr}\n")
+        sys.stderr.write(f"can't install the wheels in {WHEELS}:\n{done.stderr}\n")
         return None
     return site
 
 
 def _start(step: str, arguments: argparse.Namespace, site: Path | None, limit: float = 0.0) -> subprocess.Popen[str]:
-    """A step's process, the first of its own group, so that what it starts can be stopped with it.
-
-    Without a limit nothing is heard of it.
-    """
+    """Start a step as leader of a process group, so that `_stop` ends its children too; without `limit`, mute it."""
     environment = dict(os.environ)
     places = [str(ROOT), *([str(site)] if site else []), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(places)
     environment |= QUIET
-    for own in ("TRITON_INTERPRET", "PYTEST_ADDOPTS"):  # the second may name what only another pytest knows
+    for own in ("TRITON_INTERPRET", "PYTEST_ADDOPTS"):  # the latter may name plugins that this pytest lacks
         environment.pop(own, None)
     if arguments.device == "cpu":
         environment["TRITON_INTERPRET"] = "1"
@@ -169,8 +165,8 @@ def _start(step: str, arguments: argparse.Namespace, site: Path | None, limit: f
 
 
 def _stop(process: subprocess.Popen[str]) -> str:
-    """End a step with all that it started; what it had said."""
-    with contextlib.suppress(ProcessLookupError):  # the group outlives a leader that has ended before its children
+    """Kill a step and its children, and return its remaining output."""
+    with contextlib.suppress(ProcessLookupError):  # children may outlive the leader, so kill the group
         os.killpg(process.pid, signal.SIGKILL)
     return process.communicate()[0] or ""
 
@@ -179,21 +175,21 @@ def _missing(device: str) -> str | None:
     """Return the reason why the steps can't run here, or None."""
     lacking = [module for module in ("torch", "numpy", "yaml", "tokenizers", "pytest") if find_spec(module) is None]
     if lacking:
-        return f"{sys.executable} has no {', '.join(lacking)}; name a Python that has: make gpu PYTHON=python3.12"
+        return f"{sys.executable} lacks {', '.join(lacking)}; choose another Python: make gpu PYTHON=python3.12"
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
-        return "PyTorch finds no GPU; this script can be tried in tiny sizes on a CPU: make gpu DEVICE=cpu"
+        return "PyTorch finds no GPU; for a dry run in tiny sizes on a CPU: make gpu DEVICE=cpu"
     return None
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu goes with --dry-run")
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, to try this script")
-    parser.add_argument("--only", default=",".join(NAMES), help=f"of {', '.join(NAMES)}, separated by commas")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything together")
-    parser.add_argument("--folder", type=Path, default=None, help="where the files go (default: benchmarks/results)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu needs --dry-run")
+    parser.add_argument("--dry-run", action="store_true", help="use tiny sizes, to test this script")
+    parser.add_argument("--only", default=",".join(NAMES), help=f"steps of {', '.join(NAMES)}, separated by commas")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit for all steps")
+    parser.add_argument("--folder", type=Path, default=None, help="output folder (default: benchmarks/results)")
     parser.add_argument("--step", choices=[step.name for step in STEPS], help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=float, default=300.0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -201,7 +197,7 @@ def _arguments() -> argparse.Namespace:
     if unknown := set(arguments.only) - set(NAMES):
         parser.error(f"unknown step {', '.join(sorted(unknown))}; valid: {', '.join(NAMES)}")
     if arguments.device == "cpu" and not arguments.dry_run:
-        parser.error("on a CPU this is a dry run: add --dry-run (`make gpu DEVICE=cpu` does)")
+        parser.error("--device cpu needs --dry-run (`make gpu DEVICE=cpu` adds it)")
     if arguments.folder is None:
         arguments.folder = ROOT / ("runs/gpu-dry-run" if arguments.dry_run else "benchmarks/results")
     return arguments

@@ -1,4 +1,4 @@
-"""The steps of benchmarks/gpu.py; each runs in a process of its own and writes `gpu_STEP.json`."""
+"""Steps of benchmarks/gpu.py. Each runs in its own process and writes `gpu_STEP.json`."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from subquad.evaluation.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARDS = 8
-"""Processes that run the tests, at most."""
+"""Most processes that run the tests."""
 LAST_SECONDS = 10.0
-"""For the tests that are interrupted to write what they found."""
+"""Seconds for interrupted tests to write their reports."""
 
 
 def tests(arguments: argparse.Namespace) -> int:
-    """The kernels' tests, several processes at a time since each kernel is compiled first; in a dry run a few."""
+    """Run the kernels' tests, in parallel because each compiles its kernel first; in a dry run a few of them."""
     where = ROOT / "tests" / "ops" / "triton"
     command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
-    # The project's options name plugins that need not be there, and a machine's own warnings are no failures.
+    # The project's options name plugins that may be missing here, and turn this machine's warnings into errors.
     command += ["-o", "addopts=", "-W", "default", "--confcutdir", str(where), "-m", "not slow"]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     names = _collected([*command, "--collect-only", str(where)], environment)
@@ -47,18 +47,15 @@ def tests(arguments: argparse.Namespace) -> int:
         if names[n::shards]
     ]
     statuses = _ended(running, arguments.limit - LAST_SECONDS)
-    _write(
-        arguments,
-        "tests",
-        {"collected": len(names), "exit_statuses": statuses, **_counts(reports), **_origin(arguments)},
-    )
+    origin = {"provenance": provenance(arguments.device)}
+    _write(arguments, "tests", {"collected": len(names), "exit_statuses": statuses, **_counts(reports), **origin})
     for report in reports:
         report.unlink(missing_ok=True)
     return 0 if names and not any(statuses) else 1
 
 
 def _collected(command: list[str], environment: dict[str, str]) -> list[str]:
-    """The names of all tests; none where they cannot be collected, which then is said."""
+    """Return the names of all tests; if collection fails, print its output and return none."""
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.stdout.write(done.stdout + done.stderr)
@@ -74,7 +71,7 @@ def _first_of_each_file(names: list[str], each: int = 2) -> list[str]:
 
 
 def _ended(running: list[subprocess.Popen[bytes]], seconds: float) -> list[int]:
-    """Their exit statuses; those that take longer are interrupted, and still write what they found."""
+    """Return the exit statuses; after `seconds`, interrupt the processes, which then write their reports."""
     deadline = time.monotonic() + seconds
     for process in running:
         try:
@@ -90,7 +87,7 @@ def _ended(running: list[subprocess.Popen[bytes]], seconds: float) -> list[int]:
 
 
 def _counts(reports: list[Path]) -> dict[str, Any]:
-    """Count the tests that ran and those that were skipped; name those that failed."""
+    """Return the numbers of all and of skipped tests, and the names of failed ones."""
     total, skipped, broken = 0, 0, list[str]()
     for report in reports:
         suite = ElementTree.parse(report).getroot().find("testsuite") if report.is_file() else None
@@ -119,7 +116,7 @@ TINY_DECODERS: dict[str, Any] = {"layers": 1, "dim": 32, "heads": 2, "vocab": 64
 
 
 def ops(arguments: argparse.Namespace) -> int:
-    """Operators at the sizes of the aims, beside torch's own kernels."""
+    """Time operators at the sizes of the aims, beside torch's own kernels."""
     if arguments.dry_run:
         backends = ["torch", "triton"] if has("triton") else ["torch"]
         tiny = OpsConfig(tokens=[48, 96], heads=2, backends=backends, **TINY_OPERATORS)
@@ -132,25 +129,24 @@ def ops(arguments: argparse.Namespace) -> int:
 
 
 def fla(arguments: argparse.Namespace) -> int:
-    """The scans again, beside flash-linear-attention's, which tune themselves for a while before they run."""
+    """Time the scans beside flash-linear-attention's, which autotune before they run."""
     if arguments.dry_run or arguments.device == "cpu":
         tiny = OpsConfig(tokens=[32], heads=1, mechanisms=["latte"], **TINY_OPERATORS)
         return _measure(arguments, "fla", measure_ops, tiny)
     sizes = {**OPERATORS, "device": arguments.device, "mechanisms": ["latte", "linear", "elita"]}
-    return _measure(
-        arguments, "fla", measure_ops, OpsConfig(peers=["fla"] if has("fla") else "auto", seconds=4.0, **sizes)
-    )
+    beside = OpsConfig(peers=["fla"] if has("fla") else "auto", seconds=4.0, **sizes)
+    return _measure(arguments, "fla", measure_ops, beside)
 
 
 def warm(arguments: argparse.Namespace) -> int:
-    """Compile flash-linear-attention's kernels into Triton's cache, beside the tests; nothing is kept of its times."""
+    """Compile flash-linear-attention's kernels into Triton's cache while the tests run; discard the times."""
     sizes = {**OPERATORS, "device": arguments.device, "tokens": [2048], "batch_tokens": 4096}
     measure_ops(OpsConfig(peers=["fla"], repeats=1, **sizes))
     return 0
 
 
 def model(arguments: argparse.Namespace) -> int:
-    """Decoders of 12 layers, width 768, on 16 x 2,048 and on 4 x 16,384 tokens."""
+    """Time decoders of 12 layers, width 768, on 16 x 2,048 and 4 x 16,384 tokens."""
     if arguments.dry_run:
         tiny = ModelConfig(mechanisms=["llp", "latte"], tokens=[64], repeats=1, peers="none", **TINY_DECODERS)
         return _measure(arguments, "model", measure_model, tiny)
@@ -161,7 +157,7 @@ def model(arguments: argparse.Namespace) -> int:
 
 
 def decode(arguments: argparse.Namespace) -> int:
-    """One token after 1,000 and after 100,000."""
+    """Time one token after 1,000 and after 100,000."""
     if arguments.dry_run:
         sizes = {**TINY_DECODERS, "mechanisms": ["llp", "latte", "elita"], "contexts": [40, 150]}
         return _measure(arguments, "decode", measure_decode, DecodeConfig(repeats=2, piece=64, **sizes))
@@ -176,7 +172,7 @@ RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 
 def _measure(arguments: argparse.Namespace, step: str, measure: Callable[..., Report], *configs: Any) -> int:
-    """Measure the configurations as one report, written after each length; 1 where something of ours failed."""
+    """Measure the configurations as one report, written after each length. Return 1 if a case of ours failed."""
     deadline = time.monotonic() + 0.8 * arguments.limit
     command = f"python benchmarks/gpu.py --device {arguments.device}{' --dry-run' if arguments.dry_run else ''}"
     earlier: list[Report] = []
@@ -185,7 +181,7 @@ def _measure(arguments: argparse.Namespace, step: str, measure: Callable[..., Re
         values = report.to_dict()
         reports = [*earlier, report]
         lines: dict[Any, Any] = {}
-        for row in (row for one in reports for row in one.rows):  # of the base, which every part has, the first part's
+        for row in (row for one in reports for row in one.rows):  # every part has the base; the first part's counts
             lines.setdefault((row["label"], row["tokens"], row["pass"]), row)
         values["rows"] = list(lines.values())
         values["settings"] = dict(reports[0].settings)
@@ -205,13 +201,9 @@ def _measure(arguments: argparse.Namespace, step: str, measure: Callable[..., Re
 
 def _write(arguments: argparse.Namespace, step: str, values: dict[str, Any]) -> None:
     file = arguments.folder / f"gpu_{step}.json"
-    aside = file.with_suffix(".json.tmp")  # the step may be stopped at any moment
+    aside = file.with_suffix(".json.tmp")  # the step may be killed while it writes
     aside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     aside.replace(file)
-
-
-def _origin(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {"provenance": provenance(arguments.device)}
 
 
 def has(module: str) -> bool:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks images`: how long models take to draw 100, 200, 300 images, with their state and without."""
+"""Time trained models that generate images, with and without their state (`python -m benchmarks images`)."""
 
 from __future__ import annotations
 
@@ -22,37 +22,35 @@ REPORTED = {
     "linear": {100: 33.45, 200: 67.46, 300: 76.46},
     "softmax": {100: 367.91, 200: 811.99, 300: 1248.15},
 }
-"""Seconds that a report on linear attention (its section 1.2.2, MNIST) gives; it states neither batch nor cache."""
+"""Seconds by number of images in a report on linear attention (section 1.2.2, MNIST), without batch size or cache."""
 DESCRIPTION = (
-    "Time the drawing of so many images by trained models, each with the state that it carries. Models whose state "
-    "grows (softmax, which keeps keys and values) are timed without it too: then every pixel reads all before it "
-    "again. Every line was measured with as many images as it says."
+    "Time the generation of images by trained models. Models whose state grows (softmax, which keeps keys and values) "
+    "are also timed without it, so that every pixel reads all earlier ones again. Each line is measured with its "
+    "own number of images."
 )
 HEADERS = ("model", "way", "images", "seconds", "images/s", "state, bytes", "times the first")
 
 
 def make_parser() -> Parser:
-    """The options."""
+    """Return the command line's parser."""
     name = "python -m benchmarks images"
     parser = Parser(description=DESCRIPTION, prog=name, usage=f"{name} RUN ... [options]")
-    parser.add_argument(
-        "runs", type=str, nargs="+", help="Folders of runs with task=image: the first is compared with."
-    )
-    parser.add_argument("--images", type=str, default="100,200,300", help="How many images, as 100,200,300.")
-    without = "How many images without a state, as 100 (default: the least of --images; 0: none). It takes long."
+    runs = "Folders of runs with task=image; ratios are relative to the first."
+    parser.add_argument("runs", type=str, nargs="+", help=runs)
+    parser.add_argument("--images", type=str, default="100,200,300", help="Numbers of images, such as 100,200,300.")
+    without = "Numbers of images without a state, which is slow (default: the smallest of --images; 0: none)."
     parser.add_argument("--no-cache-images", type=str | None, default=None, help=without)
-    parser.add_argument("--batch_size", type=int, default=100, help="Images that are drawn at once.")
-    parser.add_argument("--repeats", type=int, default=1, help="Timings of each line; the median is printed.")
-    parser.add_argument("--out", type=str | None, default=None, help="A JSON file to write (default: none).")
+    parser.add_argument("--batch_size", type=int, default=100, help="Images per batch.")
+    parser.add_argument("--repeats", type=int, default=1, help="Timings per line; the table shows their median.")
+    parser.add_argument("--out", type=str | None, default=None, help="JSON file to write (default: none).")
     parser.add_argument("--markdown", action="store_true", help="Print the table in Markdown.")
-    parser.add_argument(
-        "--device", type=Literal["auto", "cpu"], default="auto", help="auto: a GPU where PyTorch finds one; cpu: never."
-    )
+    device = "auto: a GPU if PyTorch finds one; cpu: never a GPU."
+    parser.add_argument("--device", type=Literal["auto", "cpu"], default="auto", help=device)
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse, measure, print; returns the exit status."""
+    """Parse, measure and print. Return the exit status."""
     parser = make_parser()
     asked = parser.parse_args(arguments)
     with parser.checking():
@@ -75,11 +73,11 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _counts(name: str, text: str, *, least: int) -> list[int]:
-    """`a,b,c` as whole numbers."""
+    """Parse `a,b,c` as integers of at least `least`."""
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--{name} must be whole numbers, as in 100,200,300, got {text!r}") from None
+        raise ValueError(f"--{name} must be integers separated by commas, such as 100,200, got {text!r}") from None
     if min(counts) < least:
         raise ValueError(f"--{name} must be at least {least}, got {min(counts)}")
     return counts
@@ -88,7 +86,7 @@ def _counts(name: str, text: str, *, least: int) -> list[int]:
 def measure(
     models: dict[str, LoadedImageModel], asked: Namespace, counts: list[int], uncached: list[int]
 ) -> dict[str, Any]:
-    """The rows, and what they were measured on. One image warms each model up."""
+    """Return the rows with sizes and provenance. One image warms each model up."""
     keep_freed_memory()
     cases = []
     for folder, loaded in models.items():
@@ -157,16 +155,16 @@ def _print(record: dict[str, Any], *, markdown: bool) -> None:
         for i, count in enumerate(n for n in counts if n in seconds):
             ratio = f"{seconds[count] / REPORTED['linear'][count]:.2f}"
             speed = f"{count / seconds[count]:.2f}"
-            name = f"{kind}, of the report" if not i else ""
+            name = f"{kind}, published" if not i else ""
             lines.append((name, "not stated", f"{count:,}", f"{seconds[count]:.2f}", speed, "-", ratio))
     sizes = {tuple(size["shape"]): "" for size in record["models"].values()}
     shapes = ", ".join(" x ".join(map(str, shape)) for shape in sizes)
     machine = described(record["provenance"]["machine"])
-    title = f"drawing images of {shapes}, {record['batch_size']} at once, {machine}"
+    title = f"Generating images of {shapes}, {record['batch_size']} per batch, {machine}"
     print_table(title, HEADERS, lines, markdown=markdown)
 
 
 def _way(attention: str, cache: bool) -> str:
     if not cache:
-        return "no cache: the whole prefix again for each pixel"
+        return "no cache: each pixel reads the whole prefix"
     return "cache of keys and values" if attention == "full" else "state carried"

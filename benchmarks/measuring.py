@@ -1,11 +1,10 @@
-"""The skeleton of the measurements: rows length by length, status and statistics of a row, progress."""
+"""Shared parts of the measurements: the loop over lengths, a row's status and statistics, progress."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -22,9 +21,9 @@ Tell = Callable[[str], None]
 
 
 def check_there(device: str) -> None:
-    """Raise `ValueError` for a GPU that is not there."""
+    """Raise `ValueError` if `device` is a GPU and PyTorch finds none."""
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} is not there: PyTorch finds no GPU")
+        raise ValueError(f"device {device!r} is not available: PyTorch finds no GPU")
 
 
 def by_length(
@@ -38,7 +37,7 @@ def by_length(
     found: Callable[[Report], None] | None,
     command: str,
 ) -> Report:
-    """Report `rows_of(tokens, late, tell)` of each length; `late` where the length begins after the deadline."""
+    """Report `rows_of(tokens, late, tell)` for each length; `late` means that it starts after the deadline."""
     there, records = peers
     limits = ceilings(config.device, getattr(torch, config.dtype))
     origin = provenance(config.device, tuple(peer.distribution for peer in there))
@@ -54,30 +53,25 @@ def by_length(
 
 
 def status_of(result: object) -> dict[str, str]:
-    """`ok`, or what went wrong and how."""
+    """Return a row's status and message: those of a `Failure`, else `ok`."""
     if isinstance(result, Failure):
         return {"status": result.status, "message": result.message}
     return {"status": "ok", "message": ""}
 
 
 def statistics_of(timing: Timing) -> dict[str, float | int]:
-    """Median, percentiles and how many repeats they are of."""
-    return {
-        "median_s": timing.median,
-        "p20_s": timing.p20,
-        "p80_s": timing.p80,
-        "repeats": len(timing.seconds),
-    }
+    """Return a row's median and 20th and 80th percentile in seconds, and the number of repeats."""
+    return {"median_s": timing.median, "p20_s": timing.p20, "p80_s": timing.p80, "repeats": len(timing.seconds)}
 
 
 def memory_of(f: Callable[[], object], device: str) -> int | None:
-    """The peak, or None where the call fails under the eyes of the profiler."""
+    """Return the peak bytes of a call, or None if it fails under the profiler."""
     found = attempt(peak_bytes, f, device)
     return None if isinstance(found, Failure) else int(found)
 
 
 class Progress:
-    """`with Progress(3) as progress: progress.step("llp, 1,024 tokens")`, once for each of the steps."""
+    """Progress on standard error: `with Progress(3) as progress`, then `progress.step("...")` for each step."""
 
     def __init__(self, steps: int, *, shown: bool = True) -> None:
         self.steps, self.done, self.shown = steps, 0, shown
@@ -92,14 +86,12 @@ class Progress:
             self.task = self.bar.add_task("", total=self.steps)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.bar is not None:
             self.bar.stop()
 
     def step(self, what: str) -> None:
-        """Begin the next step."""
+        """Show the start of the next step."""
         if self.bar is not None:
             self.bar.update(self.task, completed=self.done, description=what)
         elif self.shown:
@@ -109,7 +101,7 @@ class Progress:
         self.done += 1
 
     def say(self, what: str) -> None:
-        """Show on a bar what goes on inside the step; lines stay as they are."""
+        """Show a detail of the current step, only if there is a bar."""
         if self.bar is not None:
             self.bar.update(self.task, description=what)
 

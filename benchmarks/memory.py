@@ -1,4 +1,4 @@
-"""The most memory that a call holds, and a refusal before it takes more than there is."""
+"""Peak memory of a call, and a check that enough memory is free."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from subquad.memory import free_bytes
 
 
 def peak_bytes(f: Callable[[], object], device: torch.device | str) -> int:
-    """Bytes of tensors that `f` holds at the worst moment, its results among them, beyond those held before.
+    """Return the peak bytes of tensors that `f` holds, results included, beyond those held before.
 
-    On a GPU by the allocator's own peak, on a CPU by what the profiler says of every allocation and release, those
-    inside custom operations too.
+    On a GPU this is the allocator's peak; on a CPU it is summed from the profiler's records of each allocation and
+    release, which include custom operations.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
@@ -38,9 +38,9 @@ def peak_bytes(f: Callable[[], object], device: torch.device | str) -> int:
 
 
 def check_room(needed: int, device: torch.device | str) -> None:
-    """Raise `torch.OutOfMemoryError` where `needed` bytes are not free.
+    """Raise `torch.OutOfMemoryError` if `needed` bytes are unavailable.
 
-    A CPU's allocator grants more than there is, and the system ends the process when it is used.
+    A CPU's allocator grants more than is free, and the system kills the process when it uses the memory.
     """
     free = free_bytes(device)
     if free is not None and needed > free:

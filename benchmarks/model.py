@@ -1,4 +1,4 @@
-"""`measure_model`: training steps and prefill of whole decoders, in one process."""
+"""Measure training steps and prefill of whole decoders in one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from subquad.models import Decoder
 
 
 class Subject(NamedTuple):
-    """A model of the table."""
+    """A model to measure."""
 
     name: str
     label: str
@@ -35,7 +35,7 @@ class Key(NamedTuple):
 
 
 def check_model(config: ModelConfig) -> None:
-    """Raise `ValueError` or `TypeError` for what cannot be measured here."""
+    """Raise `ValueError` or `TypeError` if this configuration can't be measured here."""
     check_there(config.device)
     check_models(config.mechanisms, config.options, stacks=True)
     libraries.chosen(config.peers, config.device, model=True)
@@ -53,11 +53,11 @@ def measure_model(
     found: Callable[[Report], None] | None = None,
     command: str = "",
 ) -> Report:
-    """Training steps (the loss and its gradients, no optimizer) and prefill of decoders, and their peak memory.
+    """Measure time and peak memory of training steps (loss and gradients, no optimizer) and prefill of decoders.
 
-    Ratios are to the same decoder whose attention is causal `scaled_dot_product_attention`. In 16 bits weights stay in
-    float32 under autocast. A prefill reads a whole sequence and gives the last token's logits and the state. The other
-    arguments, the interleaving, and what becomes of failures, are those of `measure_ops`.
+    Ratios are relative to the same decoder with causal `scaled_dot_product_attention`. In 16 bits, weights stay in
+    float32 under autocast. Prefill reads a whole sequence and returns the last token's logits and the state. Other
+    arguments, interleaving and the treatment of failures are as in `measure_ops`.
     """
     config = ModelConfig() if config is None else config
     check_model(config)
@@ -83,7 +83,7 @@ def _subjects(config: ModelConfig, tokens: int, peers: list[str]) -> list[Subjec
 
 
 def _length(config: ModelConfig, peers: list[str], tokens: int, late: bool, tell: Tell) -> list[Row]:
-    """The rows of one length."""
+    """Return the rows of one length."""
     if late:
         subjects = [Subject(n, label_of(n, config.options), "ours", OUT_OF_TIME) for n in config.mechanisms]
     else:
@@ -118,13 +118,9 @@ def _length(config: ModelConfig, peers: list[str], tokens: int, late: bool, tell
 
 
 def _row(
-    config: ModelConfig,
-    subject: Subject,
-    which: str,
-    tokens: int,
-    result: object,
-    base: Timing | Failure | None,
+    config: ModelConfig, subject: Subject, which: str, tokens: int, result: object, base: Timing | Failure | None
 ) -> Row:
+    parameters = None if isinstance(subject.model, Failure) else sum(p.numel() for p in subject.model.parameters())
     row: dict[str, Any] = {
         "name": subject.name,
         "label": subject.label,
@@ -132,9 +128,7 @@ def _row(
         "tokens": tokens,
         "batch": config.batch_of(tokens),
         "pass": which,
-        "parameters": None
-        if isinstance(subject.model, Failure)
-        else sum(p.numel() for p in subject.model.parameters()),
+        "parameters": parameters,
         **status_of(result),
     }
     if not isinstance(result, Timing):
@@ -148,7 +142,7 @@ def _row(
 
 
 def _step(config: ModelConfig, model: Any, numbers_BT: Tensor) -> Run:
-    """The loss and its gradients."""
+    """Return the timed training step: the loss and its gradients."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     inputs_BT, labels_BT = numbers_BT[:, :-1].contiguous(), numbers_BT[:, 1:].contiguous()
 
@@ -162,7 +156,7 @@ def _step(config: ModelConfig, model: Any, numbers_BT: Tensor) -> Run:
 
 
 def _prefill(config: ModelConfig, model: Decoder, inputs_BT: Tensor) -> Run:
-    """The last token's logits, and the state."""
+    """Return the timed prefill: the last token's logits and the state."""
 
     def prefill(_: object) -> object:
         model.eval()
@@ -174,6 +168,6 @@ def _prefill(config: ModelConfig, model: Decoder, inputs_BT: Tensor) -> Run:
 
 
 def autocast(config: ModelConfig) -> torch.autocast:
-    """Weights in float32, products in the dtype that was asked for."""
+    """Keep weights in float32 and compute products in the configured dtype."""
     kind = torch.device(config.device).type
     return torch.autocast(kind, getattr(torch, config.dtype), enabled=config.dtype != "float32")

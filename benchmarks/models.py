@@ -1,4 +1,4 @@
-"""The models that are timed: decoders of our mechanisms, the same decoder on plain SDPA, other libraries' models."""
+"""Models to time: decoders of this library's mechanisms, the same decoder on SDPA, and other libraries' models."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from subquad.ops.patterns import Pattern
 BASE = "sdpa"
 STACK = "perceiver_ar"
 SIZED = ("horizon", "max_tokens")
-"""Options that bound the length: they get the longest one that is measured."""
+"""Options that bound the length; they are set to the longest measured one."""
 
 
 class Sdpa(Full):
-    """Full attention by `scaled_dot_product_attention`, on a GPU in 16 bits its flash kernel: whole sequences only."""
+    """Full attention over whole sequences by `scaled_dot_product_attention` (on a GPU in 16 bits: its flash kernel)."""
 
     def attend_to(
         self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, pattern: Pattern, **where: Any
     ) -> tuple[Tensor, Tensor]:
-        """The outputs; the second value, the logsumexp, is not needed here and stands for it only in shape."""
+        """Return the outputs, and a tensor with the shape of the logsumexp, which is unused here."""
         half = v_BGSK.is_cuda and v_BGSK.dtype.itemsize == 2
         with flash() if half else nullcontext():
             out = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, is_causal=True)
@@ -40,7 +40,7 @@ class Sdpa(Full):
 
 
 def check_models(mechanisms: Sequence[str], options: Mapping[str, Any], *, stacks: bool) -> None:
-    """Raise `ValueError` for an unknown name, and for a mechanism that has no causal form."""
+    """Raise `ValueError` for an unknown name or a mechanism without a causal form."""
     causal = [name for name in names() if "causal" in mechanism(name).forms]
     valid = [*causal, *([STACK] if stacks else [])]
     for name in (*mechanisms, *options):
@@ -50,19 +50,12 @@ def check_models(mechanisms: Sequence[str], options: Mapping[str, Any], *, stack
 
 
 def build_decoder(
-    name: str,
-    *,
-    layers: int,
-    dim: int,
-    heads: int,
-    vocab: int,
-    longest: int,
-    options: Mapping[str, Mapping[str, Any]],
+    name: str, *, layers: int, dim: int, heads: int, vocab: int, longest: int, options: Mapping[str, Mapping[str, Any]]
 ) -> Decoder:
-    """A decoder of one mechanism, of the stack perceiver_ar (half of `longest` are latents), or of SDPA.
+    """Build a decoder of one mechanism, of the stack perceiver_ar (half of `longest` are latents), or of SDPA.
 
-    Positions are rotary where the mechanism can rotate, else sinusoidal. Raises `ValueError` and `TypeError` for
-    options that do not fit.
+    Positions are rotary if the mechanism can rotate, else sinusoidal. Raises `ValueError` or `TypeError` for invalid
+    options.
     """
     torch.manual_seed(0)
     attention = "full" if name == BASE else name
@@ -94,7 +87,7 @@ def _sized(name: str, longest: int) -> dict[str, int]:
 
 
 class LucidrainsPerceiverAR(nn.Module):
-    """perceiver-ar-pytorch's model of the same width and depth; half of the sequence is its prefix."""
+    """perceiver-ar-pytorch's model of the same width and depth, with half of the sequence as its prefix."""
 
     def __init__(self, *, layers: int, dim: int, heads: int, vocab: int, longest: int) -> None:
         super().__init__()
@@ -102,7 +95,7 @@ class LucidrainsPerceiverAR(nn.Module):
         self.model = load("perceiver_ar_pytorch").PerceiverAR(
             num_tokens=vocab,
             dim=dim,
-            depth=max(1, layers - 1),  # its first layer, which reads the prefix, is one more
+            depth=max(1, layers - 1),  # plus its first layer, which reads the prefix
             heads=heads,
             dim_head=dim // heads,
             max_seq_len=longest,
@@ -112,13 +105,13 @@ class LucidrainsPerceiverAR(nn.Module):
         )
 
     def loss(self, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
-        """The cross-entropy of the tokens after the prefix."""
+        """Return the cross-entropy of the tokens after the prefix."""
         loss: Tensor = self.model(tokens_BT, labels=labels_BT)
         return loss
 
 
 def label_of(name: str, options: Mapping[str, Mapping[str, Any]]) -> str:
-    """The name with the options that were given."""
+    """Return the mechanism's name with its given options."""
     if name == BASE:
         return "full, by sdpa"
     given = ", ".join(f"{key} {value}" for key, value in options.get(name, {}).items())

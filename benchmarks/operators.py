@@ -1,6 +1,6 @@
-"""The operators that are timed: our engines and `scaled_dot_product_attention`, on queries, keys and values.
+"""Operators to time: the engines and `scaled_dot_product_attention`, on queries, keys and values.
 
-Shape letters: B batch, H heads, T tokens, K = V channels of a head, L latents of a head.
+Shape letters: B batch, H heads, T tokens, K = V channels per head, L latents per head.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from subquad.ops.patterns import Causal, Pattern, Segments, Window
 Pass = Literal["forward", "backward", "forward_backward"]
 PASSES: tuple[Pass, ...] = ("forward", "backward", "forward_backward")
 PRODUCTS = {"forward": 1.0, "backward": 2.5, "forward_backward": 3.5}
-"""FLOPs of a pass over those of the forward: five products where it has two."""
+"""FLOPs of each pass relative to forward: the backward pass has five matrix products, the forward pass two."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of one measurement."""
+    """Sizes of one measurement."""
 
     batch: int
     heads: int
@@ -37,18 +37,18 @@ class Shape:
     channels: int
     latents: int
     segment: int
-    """Of LLP: two halves; also the width of the window."""
+    """LLP's segment (two halves) and the window's width, in tokens."""
     device: str
     dtype: torch.dtype
 
     def normal(self, channels: int, seed: int = 0) -> Tensor:
-        """`[B, H, T, channels]`, the same numbers at every call, wanting a gradient."""
+        """Draw `[B, H, T, channels]`, the same numbers for the same seed, with `requires_grad`."""
         generator = torch.Generator(self.device).manual_seed(seed)
         shape = (self.batch, self.heads, self.tokens, channels)
         return torch.randn(shape, generator=generator, device=self.device).to(self.dtype).requires_grad_()
 
     def qkv(self) -> list[Tensor]:
-        """Queries, keys and values."""
+        """Draw queries, keys and values."""
         return [self.normal(self.channels, seed) for seed in range(3)]
 
 
@@ -61,7 +61,7 @@ class Operator:
     context: Callable[[], Any] = nullcontext
 
     def run(self, which: Pass) -> Run:
-        """Return the timed call: forward, with gradients (that of the output is made before), or gradients alone."""
+        """Return the timed call of a pass. The output's gradient is drawn beforehand."""
         if which == "forward":
             return Run(lambda _: self._forward())
         gradient = self._gradient()
@@ -70,13 +70,13 @@ class Operator:
         return Run(lambda _: torch.autograd.grad(self._out(), self.inputs, gradient))
 
     def moved_bytes(self, which: Pass) -> int:
-        """Bytes that have to be read and written: every input, output and gradient once in each direction."""
+        """Return the bytes that a pass must move: each input, output and gradient read or written once."""
         read, written = sum(x.nbytes for x in self.inputs), self._out_nbytes()
         forward, backward = read + written, 2 * read + written
         return {"forward": forward, "backward": backward, "forward_backward": forward + backward}[which]
 
     def io_bytes(self, which: Pass) -> int:
-        """Bytes of inputs and outputs; with gradients those of both as well."""
+        """Return the bytes of inputs and outputs, doubled by their gradients unless `which` is forward."""
         return (sum(x.nbytes for x in self.inputs) + self._out_nbytes()) * (1 if which == "forward" else 2)
 
     def _out(self) -> Tensor:
@@ -86,14 +86,14 @@ class Operator:
     @torch.no_grad()
     def _forward(self) -> Tensor:
         with self.context():
-            return self.call(*(x.detach() for x in self.inputs))  # FlexAttention on a CPU looks at requires_grad
+            return self.call(*(x.detach() for x in self.inputs))  # FlexAttention on a CPU checks requires_grad
 
     def _gradient(self) -> Tensor:
         v = self.inputs[-1]
         return torch.randn(v.shape, generator=torch.Generator(v.device).manual_seed(9), device=v.device).to(v.dtype)
 
     def _out_nbytes(self) -> int:
-        return self.inputs[-1].nbytes  # outputs have the values' shape and dtype, everywhere here
+        return self.inputs[-1].nbytes  # all operators here return the values' shape and dtype
 
 
 @dataclass(frozen=True)
@@ -101,35 +101,35 @@ class Case:
     """A line of the table."""
 
     name: str
-    """The mechanism, or what a peer is called."""
+    """Name of the mechanism or of the peer's operator."""
     make: Callable[[Shape], Operator]
     label: Callable[[Shape], str]
     kind: Literal["base", "ours", "peer"] = "ours"
     backend: str | None = None
     flops: Callable[[Shape], int] | None = None
-    """Of the forward pass, all heads and sequences."""
+    """FLOPs of the forward pass over all heads and sequences."""
     by_latents: bool = False
-    """Whether the number of latents changes it."""
+    """Whether it depends on the number of latents."""
     by_segment: bool = False
-    """Whether the segment changes it."""
+    """Whether it depends on the segment."""
     passes: tuple[Pass, ...] = PASSES
-    """Those that it has."""
+    """Supported passes."""
     beside: str | None = None
-    """Of a peer: the mechanism that it is compared with; it is timed where that one is (None: always)."""
+    """For a peer: the mechanism it is compared with. It is timed only beside that mechanism (None: always)."""
 
 
 def segments(shape: Shape) -> Pattern:
-    """LLP's pattern."""
+    """Return LLP's pattern."""
     return Segments(size=max(1, shape.segment // 2))
 
 
 def window(shape: Shape) -> Pattern:
-    """As many tokens as LLP sees at most."""
+    """Return a window as wide as LLP's longest reach."""
     return Window(width=shape.segment)
 
 
 def pattern_flops(pattern: Callable[[Shape], Pattern]) -> Callable[[Shape], int]:
-    """Scores and their product with the values, of the keys that a query may see: masked entries do not count."""
+    """Count the FLOPs of scores and their product with the values, without masked entries."""
 
     def count(shape: Shape) -> int:
         chosen, entries = pattern(shape), 0
@@ -142,22 +142,22 @@ def pattern_flops(pattern: Callable[[Shape], Pattern]) -> Callable[[Shape], int]
 
 
 def scan_flops(shape: Shape) -> int:
-    """Of the scan in chunks."""
+    """Count the FLOPs of the chunked scan."""
     return shape.batch * shape.heads * gated_scan_flops(shape.tokens, shape.channels, shape.channels, normalise=True)
 
 
 def latte_flops(shape: Shape) -> int:
-    """Of the running softmax in chunks."""
+    """Count the FLOPs of the chunked running softmax."""
     return shape.batch * shape.heads * running_softmax_flops(shape.tokens, shape.latents, shape.channels)
 
 
 def elita_flops(shape: Shape) -> int:
-    """The same for one latent; the gate is element-wise."""
+    """Count the FLOPs of a running softmax with one latent, without the element-wise gate."""
     return shape.batch * shape.heads * running_softmax_flops(shape.tokens, 1, shape.channels)
 
 
 def attention(pattern: Callable[[Shape], Pattern]) -> Callable[[Shape, str | None], Operator]:
-    """`block_attention` over a pattern."""
+    """Return the maker of `block_attention` over a pattern."""
 
     def make(shape: Shape, backend: str | None) -> Operator:
         chosen = pattern(shape)
@@ -173,21 +173,21 @@ def attention(pattern: Callable[[Shape], Pattern]) -> Callable[[Shape, str | Non
 
 
 def linear(shape: Shape, backend: str | None) -> Operator:
-    """The normalised scan of given positive features."""
+    """Make the normalised scan on positive features."""
     q, k, v = shape.qkv()
     q, k = ((F.elu(x.detach()) + 1).requires_grad_() for x in (q, k))
     return Operator([q, k, v], lambda q, k, v: gated_scan(q, k, v, None, normalise=True, eps=1e-6, backend=backend).out)
 
 
 def latte(shape: Shape, backend: str | None) -> Operator:
-    """The running softmax, of given p(l | t)."""
+    """Make the running softmax with given p(l | t)."""
     p, logits, v = shape.normal(shape.latents), shape.normal(shape.latents, 1), shape.normal(shape.channels, 2)
     p = p.detach().softmax(-1).requires_grad_()
     return Operator([p, logits, v], lambda p, logits, v: running_softmax(p, logits, v, backend=backend).out)
 
 
 def elita(shape: Shape, backend: str | None) -> Operator:
-    """The running softmax of one latent, and the gate between it and the token itself."""
+    """Make the running softmax of one latent, with the gate between it and the token itself."""
 
     def call(key_BHT1: Tensor, gate_BHT1: Tensor, v_BHTV: Tensor) -> Tensor:
         gate_BHT1 = gate_BHT1 + running_logsumexp(key_BHT1)
@@ -199,7 +199,7 @@ def elita(shape: Shape, backend: str | None) -> Operator:
 
 @dataclass(frozen=True)
 class Engine:
-    """A mechanism's call of its engine."""
+    """A mechanism's operator."""
 
     make: Callable[[Shape, str | None], Operator]
     label: Callable[[Shape], str]
@@ -213,14 +213,14 @@ ENGINES: dict[str, Engine] = {
     "llp": Engine(attention(segments), lambda s: f"llp, segment {s.segment}", pattern_flops(segments), by_segment=True),
     "window": Engine(attention(window), lambda s: f"window, {s.segment} wide", pattern_flops(window), by_segment=True),
     "linear": Engine(linear, lambda _: "linear", scan_flops),
-    "latte": Engine(latte, lambda s: f"latte, {s.latents} latents a head", latte_flops, by_latents=True),
+    "latte": Engine(latte, lambda s: f"latte, {s.latents} latents per head", latte_flops, by_latents=True),
     "elita": Engine(elita, lambda _: "elita", elita_flops),
 }
-"""The mechanisms whose operator can be timed without projections."""
+"""Mechanisms whose operator can be timed without projections."""
 
 
 def sdpa() -> Case:
-    """The base of all ratios: causal `scaled_dot_product_attention`, on a GPU in 16 bits its flash kernel."""
+    """Return the base of all ratios: causal `scaled_dot_product_attention`, on a GPU in 16 bits its flash kernel."""
 
     def make(shape: Shape) -> Operator:
         q, k, v = shape.qkv()
@@ -231,25 +231,25 @@ def sdpa() -> Case:
 
 
 def causal_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`[B, H, T, K]`."""
+    """Attend causally; all tensors are `[B, H, T, K]`."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def flash() -> Any:
-    """The context in which it has to take the flash kernel."""
+    """Return a context that makes `scaled_dot_product_attention` use its flash kernel."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION])
 
 
 def our_cases(mechanisms: Sequence[str], backends: Sequence[str | None]) -> list[Case]:
-    """A case for each mechanism and backend. Raises `ValueError` for a mechanism without an operator of its own."""
+    """Return a case for each mechanism and backend. Raises `ValueError` for a mechanism without an operator here."""
     check_mechanisms(mechanisms)
     return [_case(name, backend) for name in mechanisms for backend in backends]
 
 
 def check_mechanisms(mechanisms: Sequence[str]) -> None:
-    """Raise `ValueError` where one has no operator here."""
+    """Raise `ValueError` for an unknown operator or an empty list."""
     for name in mechanisms:
         if name not in ENGINES:
             hint = "; `python -m benchmarks model` times whole layers of any mechanism" if name in names() else ""

@@ -1,4 +1,4 @@
-"""`measure_ops`: our operators beside `scaled_dot_product_attention` and other libraries, in one process."""
+"""Measure operators beside `scaled_dot_product_attention` and other libraries in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.timing import Failure, Timing, attempt, clock_of, interleave
 
 
 class Line(NamedTuple):
-    """A case at one length, and what was made of it."""
+    """A case at one length, with its operator or the reason why it can't be built."""
 
     case: Case
     shape: Shape
@@ -25,14 +25,14 @@ class Line(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A timed call: the number of the line, and the pass."""
+    """A timed call: the index of its line, and the pass."""
 
     line: int
     which: Pass
 
 
 def check_ops(config: OpsConfig) -> None:
-    """Raise `ValueError` for what cannot be measured here."""
+    """Raise `ValueError` if this configuration can't be measured here."""
     check_there(config.device)
     check_mechanisms(config.mechanisms)
     libraries.chosen(config.peers, config.device)
@@ -47,18 +47,18 @@ def measure_ops(
     found: Callable[[Report], None] | None = None,
     command: str = "",
 ) -> Report:
-    """Time, memory, FLOP/s and bytes/s of operators, at each length, and how many times faster than causal SDPA.
+    """Measure time, peak memory, FLOP/s, bytes/s and speed relative to causal SDPA of operators at each length.
 
     Args:
-        config: what to measure; `OpsConfig()` is the table of the documentation.
-        shown: whether progress goes to standard error.
-        deadline: a time of `time.monotonic()`; lengths that would begin later are marked `skipped`.
-        found: hears of the report after each length, so that a run that is stopped leaves what it has.
-        command: what is written into the report as its command.
+        config: what to measure; `OpsConfig()` is the documentation's table.
+        shown: whether to show progress on standard error.
+        deadline: a time of `time.monotonic()`; lengths that would start later are marked `skipped`.
+        found: called with the report after each length, so that an interrupted run keeps its results.
+        command: the command to record in the report.
 
-    Each time is the median of interleaved repeats: every case runs once in turn, then all again. On a GPU it is the
-    GPU's own time. A case that runs out of memory, or fails, is a row that says so. Raises `ValueError` for a device
-    that is not there, an unknown mechanism or peer.
+    Each time is the median of interleaved repeats: every case runs once, then all again. On a GPU it is the GPU's own
+    time. A case that fails or runs out of memory becomes a row with that status. Raises `ValueError` for a missing
+    device or an unknown mechanism or peer.
     """
     config = OpsConfig() if config is None else config
     check_ops(config)
@@ -71,8 +71,8 @@ def measure_ops(
 
 
 def _length(config: OpsConfig, cases: list[Case], tokens: int, late: bool, tell: Tell) -> list[Row]:
-    """The rows of one length."""
-    torch.compiler.reset()  # FlexAttention compiles for each length; the caches of the others would fill up
+    """Return the rows of one length."""
+    torch.compiler.reset()  # FlexAttention compiles for each length and would fill the compiler's cache
     lines = list[Line]()
     for case in cases:
         for shape in _shapes(config, case, tokens):
@@ -101,7 +101,7 @@ def _length(config: OpsConfig, cases: list[Case], tokens: int, late: bool, tell:
 
 
 def _shapes(config: OpsConfig, case: Case, tokens: int) -> list[Shape]:
-    """The sizes of a case at one length: several where it depends on what has several values."""
+    """Return the sizes of a case at one length, one for each value of the options that it depends on."""
     dtype: torch.dtype = getattr(torch, config.dtype)
     batch = config.batch_of(tokens)
     return [

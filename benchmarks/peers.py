@@ -1,6 +1,6 @@
-"""Other libraries' operators, timed in the same run. Each is imported where it is used; one that is absent is named.
+"""Operators of other libraries, timed in the same run. They are imported on use; missing ones are reported.
 
-A peer gets the sizes of the mechanism that it stands beside, and its own layout of tensors.
+A peer gets the sizes of the mechanism that it is compared with, in its own tensor layout.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ FORWARD: tuple[Pass, ...] = ("forward",)
 
 @dataclass(frozen=True)
 class Peer:
-    """A library, or a kernel of torch's own."""
+    """A library, or one of torch's own kernels."""
 
     name: str
     module: str
     devices: tuple[str, ...]
     cases: Callable[[str], list[Case]] = lambda _: []
-    """Its lines on a device of this type."""
+    """Returns the cases on a device type."""
     distribution: str = "torch"
     model: bool = False
-    """Whether it is a whole model, for `measure_model`, without an operator to time alone."""
+    """Whether it is a whole model, for `measure_model`."""
 
     @property
     def install(self) -> str:
-        """The command that installs it."""
+        """Return the command that installs it."""
         return f"pip install {self.distribution}"
 
     @property
     def is_installed(self) -> bool:
-        """Whether it can be imported."""
+        """Return whether the module can be imported."""
         return find_spec(self.module) is not None
 
 
 def load(module: str) -> Any:
-    """A peer's module, without what it prints and warns of when it is imported."""
+    """Import a peer's module without its output and warnings."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         return importlib.import_module(module)
@@ -71,10 +71,10 @@ def load(module: str) -> Any:
 def chosen(
     asked: str | Sequence[str], device: torch.device | str, *, model: bool = False
 ) -> tuple[list[Peer], list[dict[str, str]]]:
-    """The peers to time on a device, and a record of each: its version, or the command that installs it.
+    """Return the peers to time on a device, and a record of each: its version, or the command that installs it.
 
-    `asked` is `auto` (those that are installed), `none`, or names. Raises `ValueError` for an unknown name, for one
-    that has nothing to time there and for one that is not installed.
+    `asked` is `auto` (all that are installed), `none`, or names. Raises `ValueError` for a name that is unknown, has
+    nothing to time on this device, or isn't installed.
     """
     kind = torch.device(device).type
     known = {peer.name: peer for peer in PEERS if peer.model == model and kind in peer.devices}
@@ -95,10 +95,7 @@ def chosen(
 def cases_beside(
     peers: Sequence[Peer], records: list[dict[str, str]], mechanisms: Sequence[str], device: torch.device | str
 ) -> list[Case]:
-    """The lines of these peers, but for those that are compared with a mechanism which is not timed.
-
-    The record of a peer that has no line left says so.
-    """
+    """Return the peers' cases without those compared with an untimed mechanism; a record notes if none is left."""
     found = list[Case]()
     for peer in peers:
         cases = [c for c in peer.cases(torch.device(device).type) if c.beside is None or c.beside in mechanisms]
@@ -116,7 +113,7 @@ def _record(peer: Peer) -> dict[str, str]:
 
 
 def _case(name: str, label: str, make: Callable[[Shape], Operator], **options: Any) -> Case:
-    """A line whose label has the segment in the place of `{}`, for what depends on it."""
+    """Return a peer's case; `{}` in its label stands for the segment and marks a case that depends on it."""
     return Case(name, make, lambda s: label.format(s.segment), "peer", by_segment="{}" in label, **options)
 
 
@@ -130,13 +127,13 @@ def _flex(device: str) -> list[Case]:
 
             allowed, T = pattern(shape).allowed, shape.tokens
             mask = create_block_mask(lambda b, h, q, k: allowed(q, k), None, None, T, T, device=shape.device)
-            # Static shapes: FlexAttention with dynamic ones is many times slower.
+            # FlexAttention is many times slower with dynamic shapes.
             attend: Any = torch.compile(flex_attention, dynamic=False)
             return Operator(shape.qkv(), lambda q, k, v: attend(q, k, v, block_mask=mask))
 
         return operator
 
-    passes = FORWARD if device == "cpu" else PASSES  # on a CPU it has no backward
+    passes = FORWARD if device == "cpu" else PASSES  # FlexAttention has no backward pass on a CPU
     return [
         _case("flex, llp", "FlexAttention, as llp, segment {}", make(segments), passes=passes, beside="llp"),
         _case("flex, window", "FlexAttention, as window, {} wide", make(window), passes=passes, beside="window"),
@@ -166,14 +163,10 @@ def _local_attention(_: str) -> list[Case]:
 
         return operator
 
+    exact = make(exact_windowsize=True)
     return [
         _case("local-attention, llp", "local-attention, as llp, segment {}", make(), beside="llp"),
-        _case(
-            "local-attention, window",
-            "local-attention, as window, {} wide",
-            make(exact_windowsize=True),
-            beside="window",
-        ),
+        _case("local-attention, window", "local-attention, as window, {} wide", exact, beside="window"),
     ]
 
 
@@ -192,7 +185,7 @@ def _linear_attention_transformer(_: str) -> list[Case]:
 
 def _performer(_: str) -> list[Case]:
     def make(shape: Shape) -> Operator:
-        # Autograd keeps several states of K x V a token: without that memory the system would end the process.
+        # Autograd keeps several K x V states per token; if that memory is missing, the system kills the process.
         state = 4 * shape.batch * shape.heads * shape.tokens * shape.channels**2
         check_room(5 * state, shape.device)
         with contextlib.redirect_stdout(io.StringIO()):
@@ -207,7 +200,7 @@ def _performer(_: str) -> list[Case]:
 
 
 def _token_first(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """From `[B, H, T, C]` to its layout `[B, T, H, C]`."""
+    """Transpose `[B, H, T, C]` to flash-linear-attention's layout `[B, T, H, C]`."""
     return [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in tensors]
 
 
@@ -239,39 +232,26 @@ def _fla(_: str) -> list[Case]:
         return Operator(_token_first([p.detach().softmax(-1), logits, v]), call)
 
     name = "flash-linear-attention"
+    of_latte: dict[str, Any] = {"flops": latte_flops, "by_latents": True, "beside": "latte"}
     return [
         _case("fla, chunk_linear_attn", f"{name} chunk_linear_attn", linear, flops=scan_flops, beside="linear"),
         _case("fla, chunk_simple_gla", f"{name} chunk_simple_gla", simple_gla, beside="elita"),
-        _case(
-            "fla, chunk_gla",
-            f"{name} chunk_gla, as causal Latte",
-            latte,
-            flops=latte_flops,
-            by_latents=True,
-            beside="latte",
-        ),
+        _case("fla, chunk_gla", f"{name} chunk_gla, as causal Latte", latte, **of_latte),
     ]
+
+
+def _library(name: str, cases: Callable[[str], list[Case]]) -> Peer:
+    """Return a library for a CPU whose distribution and module have its name."""
+    return Peer(name, name.replace("-", "_"), ("cpu",), cases, name)
 
 
 PEERS = (
     Peer("sdpa-cudnn", "torch", ("cuda",), _cudnn),
     Peer("flex", "torch", ("cpu", "cuda"), _flex),
-    Peer("local-attention", "local_attention", ("cpu",), _local_attention, "local-attention"),
-    Peer(
-        "linear-attention-transformer",
-        "linear_attention_transformer",
-        ("cpu",),
-        _linear_attention_transformer,
-        "linear-attention-transformer",
-    ),
-    Peer("performer-pytorch", "performer_pytorch", ("cpu",), _performer, "performer-pytorch"),
+    _library("local-attention", _local_attention),
+    _library("linear-attention-transformer", _linear_attention_transformer),
+    _library("performer-pytorch", _performer),
     Peer("fla", "fla", ("cuda",), _fla, "flash-linear-attention"),
-    Peer(
-        "perceiver-ar-pytorch",
-        "perceiver_ar_pytorch",
-        ("cpu", "cuda"),
-        distribution="perceiver-ar-pytorch",
-        model=True,
-    ),
+    Peer("perceiver-ar-pytorch", "perceiver_ar_pytorch", ("cpu", "cuda"), lambda _: [], "perceiver-ar-pytorch", True),
 )
-"""Perceiver AR has no operator to time alone: what it saves is in the stack, so it stands beside whole models."""
+"""Perceiver AR saves time in the stack and has no operator to time alone, so it is compared as a whole model."""

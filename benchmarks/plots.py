@@ -1,6 +1,6 @@
-"""The pictures of a report, as the papers have them: time and memory against length, against latents, decoding.
+"""Pictures of a report: time and memory against length or latents, and decoding.
 
-matplotlib is loaded when something is drawn.
+matplotlib is imported when a picture is drawn.
 """
 
 from __future__ import annotations
@@ -17,23 +17,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PASSES = {
-    "forward": "forward",
-    "backward": "backward",
-    "forward_backward": "forward + backward",
-    "step": "a training step",
-    "prefill": "prefill",
+    "forward": "Forward pass",
+    "backward": "Backward pass",
+    "forward_backward": "Forward and backward pass",
+    "step": "Training step",
+    "prefill": "Prefill",
 }
+TIME, MEMORY = ("time", "time (ms)"), ("peak memory", "peak memory (MiB)")
+"""What a picture shows: its name in the title, and the label of the vertical axis."""
+LENGTH, LATENTS = ("length", "sequence length (tokens)"), ("number of latents", "latents per head")
+"""What it is shown against: its name in the title, and the label of the horizontal axis."""
 MIB = 2**20
 
 
 def draw(report: Report) -> dict[str, Figure]:
-    """The figures of a report, by name; one for which there is no row is left out."""
+    """Return the figures of a report by name, without those that have no rows."""
     figures = {"ops": _ops, "model": _model, "decode": _decode}[report.what](report)
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 
 def save(report: Report, folder: Path) -> list[Path]:
-    """Write the figures of a report as PNG, the same bytes each time; returns the files."""
+    """Write the figures of a report as PNG, the same bytes each time, and return the files."""
     figures = {folder / f"{report.stem}_{name}.png": figure for name, figure in draw(report).items()}
     for file, figure in figures.items():
         drawing.save(figure, file)
@@ -53,13 +57,13 @@ def _ops(report: Report) -> dict[str, Figure | None]:
     rows = [row for row in report.rows if row["latents"] in (None, one) and row["segment"] in (None, size)]
     passes = report.settings["passes"]
     figures = {
-        "time": _panels(report, rows, passes, _milliseconds, "milliseconds"),
-        "memory": _panels(report, rows, passes, _peak, "peak memory beyond the inputs, MiB"),
+        "time": _panels(report, rows, passes, _milliseconds, TIME),
+        "memory": _panels(report, rows, passes, _peak, (MEMORY[0], "peak memory beyond inputs (MiB)")),
     }
     if len(report.settings["latents"]) > 1:
         rows = [row for row in report.rows if row.get("latents") is not None]
         rows = [{**row, "label": f"{_source(row)}, {row['tokens']:,} tokens"} for row in rows]
-        figures["latents"] = _panels(report, rows, passes, _milliseconds, "milliseconds", over="latents")
+        figures["latents"] = _panels(report, rows, passes, _milliseconds, TIME, over="latents")
     return figures
 
 
@@ -70,8 +74,8 @@ def _source(row: Row) -> str:
 def _model(report: Report) -> dict[str, Figure | None]:
     passes = ["step", "prefill"]
     return {
-        "time": _panels(report, report.rows, passes, _milliseconds, "milliseconds"),
-        "memory": _panels(report, report.rows, passes, _peak, "peak memory, MiB"),
+        "time": _panels(report, report.rows, passes, _milliseconds, TIME),
+        "memory": _panels(report, report.rows, passes, _peak, MEMORY),
     }
 
 
@@ -80,16 +84,18 @@ def _decode(report: Report) -> dict[str, Figure | None]:
     if not rows:
         return {"time": None}
     figure = drawing.new_figure(8.2, 7.6)
-    figure.suptitle(setting(report), fontsize=10)
+    figure.supxlabel(setting(report), fontsize=8)
     above, below = figure.subplots(2, 1, sharex=True)
     labels = _labels(rows)
     _lines(above, rows, labels, lambda row: row["tokens"], _milliseconds, legend=True)
     _lines(below, rows, labels, lambda row: row["tokens"], lambda row: row["state_bytes"] / MIB, legend=False)
-    above.set_ylabel("milliseconds for one token", fontsize=9)
+    above.set_title("Decoding: time per token against context length", fontsize=11)
+    above.set_ylabel("time per token (ms)", fontsize=9)
     above.set_ylim(bottom=0)
-    below.set_ylabel("state, MiB", fontsize=9)
+    below.set_title("Decoding: size of the state against context length", fontsize=11)
+    below.set_ylabel("state (MiB)", fontsize=9)
     _logarithmic(below)
-    below.set_xlabel("tokens read before", fontsize=9)
+    below.set_xlabel("context length (tokens)", fontsize=9)
     for axis in (above, below):
         _lengths(axis, sorted({row["tokens"] for row in rows}), base=10)
     return {"time": figure}
@@ -100,26 +106,28 @@ def _panels(
     rows: Sequence[Row],
     passes: Sequence[str],
     value: Callable[[Row], float | None],
-    unit: str,
+    shows: tuple[str, str],
     *,
     over: Literal["tokens", "latents"] = "tokens",
 ) -> Figure | None:
-    """Draw a panel for each pass, both axes logarithmic, a line for each label; None where there is no row."""
+    """Draw a panel per pass with a line per label on logarithmic axes, and the settings below; None without rows."""
     rows = [row for row in rows if row["status"] == "ok" and value(row) is not None]
     passes = [which for which in passes if any(row["pass"] == which for row in rows)]
     if not passes:
         return None
     figure = drawing.new_figure(9.2, 4.2 * len(passes))
-    figure.suptitle(setting(report), fontsize=10)
+    figure.supxlabel(setting(report), fontsize=8)
     labels = _labels(rows)
+    against = LENGTH if over == "tokens" else LATENTS
     panels = figure.subplots(len(passes), 1, sharex=True, squeeze=False)[:, 0]
     for n, (axis, which) in enumerate(zip(panels, passes, strict=True)):
         shown = [row for row in rows if row["pass"] == which]
         _lines(axis, shown, labels, lambda row: row[over], value, legend=n == 0)
         _logarithmic(axis)
-        axis.set_ylabel(f"{PASSES[which]}: {unit}", fontsize=9)
+        axis.set_title(f"{PASSES[which]}: {shows[0]} against {against[0]}", fontsize=11)
+        axis.set_ylabel(shows[1], fontsize=9)
         _lengths(axis, sorted({row[over] for row in rows}), base=2)
-    panels[-1].set_xlabel({"tokens": "tokens", "latents": "latents of a head"}[over], fontsize=9)
+    panels[-1].set_xlabel(against[1], fontsize=9)
     return figure
 
 
@@ -136,11 +144,11 @@ def _lines(
     *,
     legend: bool,
 ) -> None:
-    """A line for each label, in the style that its place in `labels` gives; what was not measured is left out."""
+    """Draw a line for each label, styled by its place in `labels`, without points that were not measured."""
     for n, label in enumerate(labels):
         points = sorted((x(row), y(row)) for row in rows if row["label"] == label and y(row) is not None)
         style = drawing.Style.number(n)
-        width = 2.4 - 1.4 * n / len(labels)  # of lines that lie on one another the lower shows beside the upper
+        width = 2.4 - 1.4 * n / len(labels)  # later lines are thinner, so that overlapping ones stay visible
         xs, ys = zip(*points, strict=True) if points else ((), ())
         axis.plot(xs, ys, **style._asdict(), linewidth=width, markersize=4, label=label)
     axis.grid(alpha=0.3)
@@ -156,7 +164,7 @@ def _lengths(axis: Axes, lengths: Sequence[int], *, base: int) -> None:
 
 
 def _logarithmic(axis: Axes) -> None:
-    """A logarithmic scale whose numbers can be read within one power of ten too."""
+    """Make the vertical axis logarithmic, with ticks at 1, 2 and 5 so that a range within one decade has labels."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     axis.set_yscale("log")

@@ -1,4 +1,4 @@
-"""Reports of benchmarks: rows with their settings, machine and versions, as tables of text, CSV and JSON."""
+"""Reports of benchmarks: rows with settings, machine and versions, as text tables, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Row = dict[str, Any]
 
 
 def described(machine: Mapping[str, Any]) -> str:
-    """Return the machine of a record's provenance in a few words."""
+    """Describe the machine of a provenance record in a few words."""
     return machine.get("gpu") or f"{machine.get('cpu', 'a CPU')}, PyTorch threads: {machine.get('threads', '?')}"
 
 
 class Grid(NamedTuple):
-    """A table of text: names left, numbers right."""
+    """A text table with the first column left-aligned and the others right-aligned."""
 
     title: str
     headers: tuple[str, ...]
     lines: Sequence[tuple[str, ...]]
 
     def markdown(self) -> str:
-        """The table in Markdown."""
+        """Return the table in Markdown."""
         rules = [":---", *("---:" for _ in self.headers[1:])]
         rows = [f"| {' | '.join(line)} |" for line in (self.headers, rules, *self.lines)]
         return "\n".join([f"*{self.title}*", "", *rows])
@@ -36,7 +36,7 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """The rows of one run of `measure_ops`, `measure_model` or `measure_decode`."""
+    """Result of one run of `measure_ops`, `measure_model` or `measure_decode`."""
 
     what: What
     settings: dict[str, Any]
@@ -44,33 +44,33 @@ class Report:
     provenance: dict[str, Any] = field(default_factory=dict)
     """Date, machine, versions, commit."""
     ceilings: dict[str, float] = field(default_factory=dict)
-    """What a copy and a matrix product reach in the same run."""
+    """Bytes/s of a copy and FLOP/s of a matrix product in the same run."""
     peers: list[dict[str, str]] = field(default_factory=list)
-    """Which other libraries were asked for, and how to install those that are absent."""
+    """Requested other libraries, with the command that installs missing ones."""
     command: str = ""
 
     @property
     def stem(self) -> str:
-        """The files' name: `cpu_ops`, `gpu_decode`."""
+        """Return the files' name without suffix, such as `cpu_ops` or `gpu_decode`."""
         return f"{'gpu' if self.settings['device'].startswith('cuda') else 'cpu'}_{self.what}"
 
     @property
     def failures(self) -> list[Row]:
-        """Rows of ours that failed, and not for want of memory or time."""
+        """Return the rows of this library that failed for another reason than lack of memory or time."""
         return [row for row in self.rows if row["status"] == "failed" and row["kind"] != "peer"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the report as plain values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Report:
-        """Make a report of the values that `to_dict` gave."""
+        """Make a report from the values of `to_dict`."""
         return cls(**values)
 
     @classmethod
     def load(cls, file: str | Path) -> Report:
-        """Read the JSON that `save` wrote."""
+        """Read the JSON written by `save`. Raises `ValueError` if the file isn't a report."""
         values = read_json(file)
         check_keys(values, {"what": str, "settings": dict, "rows": list}, str(file))
         check_keys(values["settings"], {"device": str}, f"{file}, settings")
@@ -79,22 +79,22 @@ class Report:
         try:
             return cls.from_dict(values)
         except TypeError as error:
-            raise ValueError(f"{file} is no report of a benchmark: {error}") from error
+            raise ValueError(f"{file} is not a benchmark report: {error}") from error
 
     def grids(self) -> list[Grid]:
-        """Return the tables, each of lines that have the same columns."""
+        """Return the tables."""
         return {"ops": _ops, "model": _model, "decode": _decode}[self.what](self)
 
     def table(self) -> str:
-        """Return the tables in Markdown, with the peers that are not installed."""
+        """Return the tables and notes in Markdown."""
         return "\n\n".join([*(grid.markdown() for grid in self.grids()), *notes(self)])
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write JSON and CSV into a folder, which is made; returns the files."""
+        """Write JSON and CSV into a folder, which is created if missing, and return the files."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         files = [folder / f"{self.stem}.json", folder / f"{self.stem}.csv"]
-        # Aside first: a run that is stopped leaves the file before whole.
+        # Written aside and renamed, so that an interrupted run leaves the previous file intact.
         aside = files[0].with_suffix(".json.tmp")
         aside.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
         aside.replace(files[0])
@@ -103,7 +103,7 @@ class Report:
 
 
 def _write_csv(file: Path, rows: Sequence[Row]) -> None:
-    """A line a row, under every key that any has; what a row has not is empty."""
+    """Write one line per row with the keys of all rows as columns; missing values are empty."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     with file.open("w", encoding="utf-8", newline="") as opened:
         writer = csv.DictWriter(opened, fieldnames=keys)
@@ -112,15 +112,11 @@ def _write_csv(file: Path, rows: Sequence[Row]) -> None:
 
 
 def notes(report: Report) -> list[str]:
-    """Return the lines below the tables: the machine's ceilings, absent peers, failures."""
-    lines = []
-    if report.ceilings:
-        parts = []
-        if "copy_bytes_per_s" in report.ceilings:
-            parts.append(f"a copy {report.ceilings['copy_bytes_per_s'] / 1e9:,.0f} GB/s")
-        if "matmul_flops_per_s" in report.ceilings:
-            parts.append(f"a matrix product {report.ceilings['matmul_flops_per_s'] / 1e9:,.0f} GFLOP/s")
-        lines.append(f"In the same run: {', '.join(parts)}.")
+    """Return the notes below the tables: the machine's peak rates, missing peers, failures."""
+    rates = {"copy_bytes_per_s": ("a copy", "GB/s"), "matmul_flops_per_s": ("a matrix product", "GFLOP/s")}
+    found = [(*rates[name], rate / 1e9) for name, rate in report.ceilings.items() if name in rates]
+    parts = [f"{what} {rate:,.0f} {unit}" for what, unit, rate in found]
+    lines = [f"In the same run: {', '.join(parts)}."] if parts else []
     for peer in report.peers:
         if peer["status"] != "installed":
             lines.append(f"{peer['name']}: {peer['status']}" + (f" ({peer['install']})" if "install" in peer else ""))
@@ -132,7 +128,7 @@ def notes(report: Report) -> list[str]:
 
 
 def setting(report: Report) -> str:
-    """The sizes and the machine, in a line."""
+    """Describe the sizes, the dtype and the machine in one line."""
     s, machine = report.settings, report.provenance.get("machine", {})
     sizes = f"batch {s['batch']}" if s.get("batch_tokens") is None else f"{s['batch_tokens']:,} tokens a batch"
     if report.what == "ops":
@@ -146,20 +142,20 @@ TIMES = ("ms", "p20", "p80")
 
 
 def times(row: Row) -> tuple[str, str, str]:
-    """The median in milliseconds, and the 20th and 80th percentiles; or why there are none."""
+    """Return the median and the 20th and 80th percentile in ms, or the status if there is no time."""
     if row["status"] != "ok":
         return str(row["status"]), "-", "-"
     return _ms(row["median_s"]), _ms(row["p20_s"]), _ms(row["p80_s"])
 
 
 def ratio(row: Row) -> str:
-    """Return the speed over that of the base."""
+    """Return the speed relative to the base."""
     faster = row.get("times_faster")
     return "-" if faster is None else f"{faster:.2f}"
 
 
 def size(nbytes: float | None) -> str:
-    """Bytes with a unit."""
+    """Format bytes with a unit."""
     if nbytes is None:
         return "-"
     value, units = float(nbytes), ["B", "KiB", "MiB", "GiB"]
@@ -242,7 +238,7 @@ def _decode(report: Report) -> list[Grid]:
 
 
 def _grouped(rows: Sequence[Row]) -> Iterable[tuple[Row, bool]]:
-    """Rows of one label together, in the order in which labels and then lengths came; whether one is the first."""
+    """Yield rows grouped by label in order of first appearance, and whether each is the first of its label."""
     for label in dict.fromkeys(row["label"] for row in rows):
         for n, row in enumerate(row for row in rows if row["label"] == label):
             yield row, n == 0

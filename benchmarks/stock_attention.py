@@ -1,10 +1,10 @@
-"""Times training steps of a Llama of transformers with its own attention (sdpa) and with ours, side by side.
+"""Compare training steps of transformers' Llama with its own attention (sdpa) and with this library's.
 
     python benchmarks/stock_attention.py [--tokens 1024,4096,16384] [--device cuda --dtype bfloat16] [--out FILE.json]
 
-Random weights and tokens, batch 1; segments, groups and windows of 256 tokens. Each figure is the best of the rounds;
-the implementations take turns in each round. On a CPU they are seconds of processor time, all threads together, so that
-what else the machine does counts little; on a GPU seconds of the clock.
+Random weights and tokens, batch 1; segments, groups and windows of 256 tokens. The implementations take turns in each
+round, and each figure is the best round. On a CPU it is processor time summed over threads, which other programs
+hardly affect; on a GPU it is wall time.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ OPTIONS = {"llp": {"segment": 256}, "shifted": {"group": 256}, "window": {"width
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print the rows, write the JSON."""
+    """Measure, print a line per length and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="1024,4096,16384", help="lengths, separated by commas")
+    parser.add_argument("--tokens", default="1024,4096,16384", help="sequence lengths, separated by commas")
     for name, value, text in (
-        ("rounds", 2, "of all implementations, one after the other"),
-        ("dim", 256, "width of the model"),
-        ("layers", 2, "of the model"),
-        ("heads", 8, "of the model; half as many of keys"),
+        ("rounds", 2, "rounds, each timing every implementation"),
+        ("dim", 256, "model width"),
+        ("layers", 2, "number of layers"),
+        ("heads", 8, "number of query heads; there are half as many key heads"),
     ):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} (default: {value})")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--out", type=Path, default=None, help="a JSON file for the figures")
+    parser.add_argument("--out", type=Path, default=None, help="JSON file for the results")
     asked = parser.parse_args(arguments)
     lengths = [int(tokens) for tokens in asked.tokens.split(",")]
     if min(*lengths, asked.rounds, asked.layers) < 1 or asked.heads % 2 or asked.dim % asked.heads:
-        parser.error("sizes must be at least 1, --heads even, and --dim a multiple of it")
+        parser.error("sizes must be at least 1, --heads even, and --dim a multiple of --heads")
     model = build(asked, max(lengths))
     rows: list[dict[str, Any]] = []
     for tokens in lengths:
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def build(asked: argparse.Namespace, tokens: int) -> LlamaForCausalLM:
-    """The model, with random weights."""
+    """Return the model with random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512,
@@ -73,7 +73,7 @@ def build(asked: argparse.Namespace, tokens: int) -> LlamaForCausalLM:
 
 
 def measure(model: LlamaForCausalLM, tokens: int, asked: argparse.Namespace) -> dict[str, float]:
-    """Seconds of a forward and backward pass, by implementation."""
+    """Return the seconds of a forward and backward pass by implementation."""
     x_BT = torch.randint(512, (1, tokens), generator=torch.Generator().manual_seed(0)).to(asked.device)
     best: dict[str, float] = {}
     clock = time.perf_counter if asked.device == "cuda" else time.process_time

@@ -1,4 +1,4 @@
-"""Interleaved repeats: every case once, then every case again, so that a slow moment of the machine hits all."""
+"""Interleaved repeats: every case once, then every case again, so that a slow moment of the machine affects all."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from subquad.memory import keep_freed_memory
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
 LEAST, LEAST_SLOW, MOST = 5, 3, 25
-"""Repeats: at least 5, or 3 where one call takes longer than `SLOW`; at most 25."""
+"""Repeats: at least 5, or 3 if one call takes longer than `SLOW` seconds; at most 25."""
 SLOW = 2.0
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
-"""Messages of the allocators: on a GPU, on a CPU, and of the system."""
+"""Messages of the allocators of a GPU, of a CPU, and of the system."""
 FLUSHED_BYTES = 256 * 2**20
-"""More than the last-level cache of a GPU: written before each call, so that inputs come from memory."""
+"""Bytes written before each call on a GPU, more than its last-level cache, so that inputs come from memory."""
 HEAD_START = 10_000_000
-"""Cycles, about 5 ms, that a GPU waits before each call: Python launches kernels meanwhile, as it does in training."""
+"""Cycles, about 5 ms, that a GPU waits before each call, so that Python launches kernels ahead as in training."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One thing to time: `call(before())`, without the time of `before`."""
+    """A case to time: `call(before())`, without the time of `before`."""
 
     call: Callable[[Any], object]
     before: Callable[[], Any] = lambda: None
@@ -36,23 +36,23 @@ class Run:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of the repeats, in the order in which they were taken."""
+    """Seconds of the repeats in chronological order."""
 
     seconds: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """The middle one."""
+        """Return the median."""
         return statistics.median(self.seconds)
 
     @property
     def p20(self) -> float:
-        """The 20th percentile."""
+        """Return the 20th percentile."""
         return self._cut(0)
 
     @property
     def p80(self) -> float:
-        """The 80th percentile."""
+        """Return the 80th percentile."""
         return self._cut(-1)
 
     def _cut(self, which: int) -> float:
@@ -63,14 +63,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no time: `status` is `out of memory`, `failed` or `skipped`."""
+    """The reason why a case has no time; `status` is `out of memory`, `failed` or `skipped`."""
 
     status: str
     message: str
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Tell a lack of memory from other exceptions."""
+        """Make a failure from an exception, and recognise a lack of memory by its type or message."""
         text = (str(error).strip() or type(error).__name__).partition("\n")[0]
         memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
         memory = memory or (isinstance(error, RuntimeError) and any(m in str(error).lower() for m in OUT_OF_MEMORY))
@@ -78,12 +78,12 @@ class Failure:
 
 
 def attempt(f: Callable[..., Result], *arguments: Any, **options: Any) -> Result | Failure:
-    """Return what the call returns, or a `Failure`; the memory of a failed call is given back."""
+    """Return the call's result, or a `Failure` after releasing the memory of the failed call."""
     try:
         return f(*arguments, **options)
     except Exception as error:
         failure = Failure.of(error)
-    # Outside of the handler, since the traceback keeps the tensors of every frame.
+    # Not inside the handler, where the traceback keeps every frame's tensors alive.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -91,7 +91,7 @@ def attempt(f: Callable[..., Result], *arguments: Any, **options: Any) -> Result
 
 
 def wall_clock(run: Run) -> float:
-    """Seconds until the result is there."""
+    """Return the wall time in seconds until the result is ready."""
     given = run.before()
     _wait()
     start = time.perf_counter()
@@ -101,7 +101,7 @@ def wall_clock(run: Run) -> float:
 
 
 def gpu_clock(run: Run) -> float:
-    """Seconds between two events of the GPU's stream: its own time, where Python runs ahead of it as in training."""
+    """Return the seconds between two events in the GPU's stream, while Python runs ahead of it as in training."""
     given = run.before()
     torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda").zero_()
     torch.cuda._sleep(HEAD_START)
@@ -114,7 +114,7 @@ def gpu_clock(run: Run) -> float:
 
 
 def clock_of(device: torch.device | str) -> Callable[[Run], float]:
-    """The clock for operators and training steps on a device."""
+    """Return the clock for operators and training steps on a device."""
     return gpu_clock if torch.device(device).type == "cuda" else wall_clock
 
 
@@ -127,11 +127,11 @@ def interleave(
     most: int = MOST,
     told: Callable[[Key], None] = lambda _: None,
 ) -> dict[Key, Timing | Failure]:
-    """Time each run `repeats` times, one after another in turns; the first call of each warms up and does not count.
+    """Time each run `repeats` times in turns, after one uncounted call of each.
 
-    `repeats` None: as many rounds as fit into `seconds`, at least 5, or 3 where a call takes longer than two seconds,
-    and at `most` so many.
-    A run that fails is left out from there on. `told` hears of each call. The process keeps the memory that is freed.
+    If `repeats` is None, as many rounds run as fit into `seconds`: at least 5, or 3 if a call takes more than 2 s, and
+    at most `most`. A run that fails isn't called again. `told` is called before each call. The process keeps freed
+    memory.
     """
     keep_freed_memory()
     taken: dict[Key, list[float]] = {key: [] for key in runs}
@@ -153,7 +153,7 @@ def interleave(
     firsts = [found[0] for key, found in taken.items() if key not in failed]
     for _ in range(1, rounds(firsts, seconds, most) if repeats is None else repeats):
         turn(counts=True)
-    gc.collect()  # what is released while memory is measured would count against what is taken
+    gc.collect()  # garbage freed while memory is measured would lower the peak
     return {key: failed.get(key) or Timing(tuple(taken[key])) for key in runs}
 
 
@@ -169,13 +169,13 @@ def _wait() -> None:
 
 
 COPIED = {"cpu": 256 * 2**20, "cuda": 2**30}
-"""Bytes: far beyond any cache."""
+"""Bytes of the copy, far beyond any cache."""
 MULTIPLIED = {"cpu": 2048, "cuda": 8192}
-"""Rows and columns of the matrices."""
+"""Rows and columns of the multiplied matrices."""
 
 
 def ceilings(device: torch.device | str, dtype: torch.dtype) -> dict[str, float]:
-    """Bytes a second that a copy reads and writes, and FLOP a second of a matrix product, of the same run."""
+    """Measure the bytes/s that a copy reads and writes, and the FLOP/s of a matrix product."""
     kind = torch.device(device).type
     source = torch.ones(COPIED[kind] // dtype.itemsize, dtype=dtype, device=device)
     target = torch.empty_like(source)
@@ -183,13 +183,9 @@ def ceilings(device: torch.device | str, dtype: torch.dtype) -> dict[str, float]
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     product = torch.empty_like(a)
     runs = {
-        "copy": Run(lambda _: target.copy_(source)),
-        "matmul": Run(lambda _: torch.mm(a, b, out=product)),
+        "copy_bytes_per_s": Run(lambda _: target.copy_(source)),
+        "matmul_flops_per_s": Run(lambda _: torch.mm(a, b, out=product)),
     }
+    work = {"copy_bytes_per_s": 2 * source.nbytes, "matmul_flops_per_s": 2 * n**3}
     found = interleave(runs, clock=clock_of(device), repeats=5)
-    times = {name: timing.median for name, timing in found.items() if isinstance(timing, Timing)}
-    moved, done = 2 * source.nbytes, 2 * n**3
-    return {
-        **({"copy_bytes_per_s": moved / times["copy"]} if "copy" in times else {}),
-        **({"matmul_flops_per_s": done / times["matmul"]} if "matmul" in times else {}),
-    }
+    return {name: work[name] / timing.median for name, timing in found.items() if isinstance(timing, Timing)}

@@ -80,6 +80,8 @@ def loaded(stem: str) -> Report | None:
         return None
     values = pages.read(file)
     values.pop("step", None)
+    for row in values.get("rows", []):
+        row["label"] = row["label"].replace(" latents a head", " latents per head")  # of results before the rename
     return Report.from_dict(values) if values.get("rows") else None
 
 

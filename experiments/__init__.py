@@ -1,1 +1,1 @@
-"""The papers' claims, run again: a folder an experiment, `harness` runs and judges them."""
+"""Reproductions of the papers' claims: one folder per experiment; `harness` runs and judges them."""

@@ -9,25 +9,13 @@ from subquad.attention import mechanism, names
 from subquad.models.stacks import STACKS
 from subquad.training import TrainConfig, train
 from subquad.training.progress import read_metrics
+from tests.models.small import OPTIONS
 
 STEPS = {"language": 10, "classify": 2}
-SMALL = {
-    "bigbird": {"block": 8, "num_global": 1, "num_random": 1},
-    "dilated": {"width": 8, "dilation": 2},
-    "elita": {"horizon": 64},
-    "latte": {"num_latents": 8},
-    "latte_macchiato": {"num_latents": 8, "width": 8},
-    "linformer": {"max_tokens": 64, "projected": 8},
-    "llp": {"segment": 16},
-    "llp_printed": {"segment": 16},
-    "longformer": {"width": 16},
-    "luna": {"memory_tokens": 8},
-    "shifted": {"group": 16},
-    "strided": {"stride": 8},
-    "window": {"width": 16},
-    "perceiver": {"latents": 8},
-    "perceiver_io": {"latents": 8},
-}
+SMALL = OPTIONS | {
+    "latte": {"num_latents": 8}, "linformer": {"max_tokens": 64, "projected": 8}, "luna": {"memory_tokens": 8},
+    "perceiver": {"latents": 8}, "perceiver_io": {"latents": 8},
+}  # fmt: skip
 HISTORIES = [
     {"history": "cross"},
     {"history": "self"},
@@ -41,28 +29,16 @@ LANGUAGE += [pytest.param("perceiver_ar", {"latents": 16, **options}, id=options
 
 
 def config(task, name, options, folder):
-    rotates = name in names() and mechanism(name).rotates
+    steps, position = STEPS[task], "rope" if name in names() and mechanism(name).rotates else "none"
+    model = {"dim": 16, "num_layers": 2, "num_heads": 2, "attention": name, "options": {name: options}}
+    run = {"steps": steps, "log_every": 1, "eval_every": steps, "eval_windows": 2, "device": "cpu"}
     values = {
         "task": task,
-        "model": {
-            "dim": 16,
-            "num_layers": 2,
-            "num_heads": 2,
-            "attention": name,
-            "options": {name: options},
-            "position": "rope" if rotates else "none",
-        },
+        "model": {**model, "position": position},
         "batch": {"length": 64, "size": 4},
         "optimizer": {"lr": 0.01},
         "schedule": {"warmup": 1},
-        "run": {
-            "folder": str(folder / "run"),
-            "steps": STEPS[task],
-            "log_every": 1,
-            "eval_every": STEPS[task],
-            "eval_windows": 2,
-            "device": "cpu",
-        },
+        "run": {**run, "folder": str(folder / "run")},
     }
     if task == "classify":
         values["classify"] = {"examples": 200, "held_out": 40}

@@ -8,14 +8,11 @@ import pytest
 from subquad.config import read_mapping
 from subquad.recipes import recipe_path, recipes
 from subquad.training import TrainConfig, train
+from tests.data.lra.layouts import write_release
 from tests.data.pictures import write_idx
-from tests.training.lra_files import write_release
 
-STDLIB = [name for name in recipes() if name.startswith("stdlib-")]
-
-
-def test_the_recipes_are_there() -> None:
-    assert {"tiny", "stdlib-full", "stdlib-window", "stdlib-llp", "stdlib-linear", "stdlib-latte"} <= set(recipes())
+FAMILIES = {"stdlib": ("full", "window", "llp", "linear", "latte"), "mnist": ("full", "linear")}
+"""Recipes that differ in the mechanism alone."""
 
 
 def test_an_unknown_recipe_is_answered_with_the_valid_ones() -> None:
@@ -73,26 +70,15 @@ def test_a_recipe_trains_two_steps_at_reduced_size(name: str, tmp_path: Path) ->
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
-def test_the_stdlib_recipes_differ_in_the_mechanism_alone() -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recipes_of_a_family_differ_in_the_mechanism_alone(family: str) -> None:
     common = set()
-    for name in STDLIB:
-        values = TrainConfig.from_file(recipe_path(name)).to_dict()
-        assert values["model"].pop("attention") == name.removeprefix("stdlib-")
-        assert values["model"].pop("position") == (
-            "sinusoidal" if name in ("stdlib-linear", "stdlib-latte") else "rope"
-        )
-        values["model"].pop("options")
-        values["run"].pop("folder")
-        common.add(str(values))
-    assert len(STDLIB) == 5
-    assert len(common) == 1
-
-
-def test_the_mnist_recipes_differ_in_the_mechanism_alone() -> None:
-    common = set()
-    for name in ("linear", "full"):
-        values = TrainConfig.from_file(recipe_path(f"mnist-{name}")).to_dict()
+    for name in FAMILIES[family]:
+        values = TrainConfig.from_file(recipe_path(f"{family}-{name}")).to_dict()
         assert values["model"].pop("attention") == name
-        assert values["run"].pop("folder") == f"runs/mnist-{name}"
+        assert values["run"].pop("folder") == f"runs/{family}-{name}"
+        if family == "stdlib":
+            assert values["model"].pop("position") == ("sinusoidal" if name in ("linear", "latte") else "rope")
+            values["model"].pop("options")
         common.add(str(values))
     assert len(common) == 1

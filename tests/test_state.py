@@ -71,56 +71,34 @@ def header(**changes):
     return {"format": FORMAT, "version": str(UNCHECKED_VERSION), "numbers": "{}", "hashes": '{"": "h"}', **changes}
 
 
-def test_another_format_version_is_refused_by_name(tmp_path):
-    (tmp_path / "s").write_bytes(save({}, metadata=header(version="99")))
-    with pytest.raises(ValueError, match="has state format version 99; this release reads versions 1 and 2"):
-        State.load(tmp_path / "s")
-
-
-@pytest.mark.parametrize("metadata", [header(format="something"), {}, None])
-def test_a_safetensors_file_that_is_no_state_is_refused(tmp_path, metadata):
+@pytest.mark.parametrize(("metadata", "message"), [
+    (header(version="99"), "s has state format version 99; this release reads versions 1 and 2"),
+    (header(format="something"), "s is not a subquad state: its format is 'something', not 'subquad-state'"),
+    (None, "s is not a subquad state: its format is None, not 'subquad-state'"),
+    ({k: v for k, v in header().items() if k != "numbers"}, "s has a damaged header: "),
+    (header(numbers="{"), "s has a damaged header: "),
+    (header(numbers="[]"), "s has a damaged header: "),
+    (header(hashes="{}"), "s has a damaged header: "),
+    (header(hashes='{"x/y": "h"}'), "s has a damaged header: "),
+    (header(version="2"), "s is damaged: its content does not have the checksum"),
+])  # fmt: skip
+def test_another_header_is_refused(tmp_path, metadata, message):
     (tmp_path / "s").write_bytes(save({"a": torch.ones(2)}, metadata=metadata))
-    with pytest.raises(ValueError, match=f"is not a subquad state: its format is .*, not '{FORMAT}'"):
+    with pytest.raises(ValueError, match=message):
         State.load(tmp_path / "s")
 
 
-def test_every_truncated_file_is_refused(tmp_path):
+def test_truncated_files_and_rubbish_are_refused(tmp_path):
     state().save(tmp_path / "whole")
     data = (tmp_path / "whole").read_bytes()
-    for size in [*range(0, len(data) - 1, 23), len(data) - 1]:
-        (tmp_path / "cut").write_bytes(data[:size])
-        with pytest.raises(ValueError, match="cut is not a readable state file: "):
-            State.load(tmp_path / "cut")
-
-
-@pytest.mark.parametrize(("data", "problem"), [
-    (b"", ""),
-    (b"short", ""),
-    (b"\x00" * 64, ""),
-    (b"\xff" * 64, ""),
-    (struct.pack("<Q", 2**40) + b"{}", ".*the header is longer than the file"),
-    (struct.pack("<Q", 2) + b"[]", ""),
-    (struct.pack("<Q", 4) + b"null", ""),
-    (struct.pack("<Q", 4) + b"{\xff\xff}", ""),
-])  # fmt: skip
-def test_rubbish_is_refused(tmp_path, data, problem):
-    (tmp_path / "rubbish").write_bytes(data)
-    with pytest.raises(ValueError, match=f"rubbish is not a readable state file: {problem}"):
-        State.load(tmp_path / "rubbish")
-
-
-@pytest.mark.parametrize("metadata", [
-    {k: v for k, v in header().items() if k != "numbers"},
-    {k: v for k, v in header().items() if k != "hashes"},
-    header(numbers="{"),
-    header(numbers="[]"),
-    header(hashes="{}"),
-    header(hashes='{"x/y": "h"}'),
-    header(numbers='{"x/seen": 3}'),
-])  # fmt: skip
-def test_a_damaged_header_is_refused(tmp_path, metadata):
-    (tmp_path / "s").write_bytes(save({"a": torch.ones(2)}, metadata=metadata))
-    with pytest.raises(ValueError, match="s has a damaged header: "):
+    headers = (b"[]", b"null", b"{\xff\xff}")
+    rubbish = [b"\x00" * 64, b"\xff" * 64, *(struct.pack("<Q", len(header)) + header for header in headers)]
+    for damaged in [*rubbish, *(data[:size] for size in [*range(0, len(data) - 1, 23), len(data) - 1])]:
+        (tmp_path / "s").write_bytes(damaged)
+        with pytest.raises(ValueError, match="s is not a readable state file: "):
+            State.load(tmp_path / "s")
+    (tmp_path / "s").write_bytes(struct.pack("<Q", 2**40) + b"{}")
+    with pytest.raises(ValueError, match=r"s is not a readable state file: .*the header is longer than the file"):
         State.load(tmp_path / "s")
 
 
@@ -147,12 +125,9 @@ def test_changed_values_are_refused_by_the_checksum(tmp_path):
         State.load(tmp_path / "s")
 
 
-def test_a_file_without_a_checksum_is_read_in_version_one_alone(tmp_path):
+def test_a_file_of_version_one_is_read_without_a_checksum(tmp_path):
     (tmp_path / "old").write_bytes(save({"a": torch.ones(2)}, metadata=header()))
     assert_exact(State.load(tmp_path / "old").tensor("a"), torch.ones(2))
-    (tmp_path / "cut").write_bytes(save({"a": torch.ones(2)}, metadata=header(version="2")))
-    with pytest.raises(ValueError, match="cut is damaged"):
-        State.load(tmp_path / "cut")
 
 
 def test_a_state_of_other_weights_is_refused(tmp_path, caplog):

@@ -1,4 +1,4 @@
-"""One token after contexts of several lengths, for every causal mechanism: its time, the bytes of its state."""
+"""Time of one token after contexts of several lengths, and bytes of the state, for every causal mechanism."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from experiments.harness.units import Unit
 from subquad.attention import mechanism, names
 
 FLAT, GROWS = 1.1, 2.0
-"""A time is flat if it is at most 10 % above that after the shortest context, and grows from twice as much on."""
+"""Largest ratio of a constant time, and smallest of a growing one, relative to the shortest context."""
 
 
 def run(unit: Unit) -> list[dict[str, Any]]:
-    """All mechanisms and contexts in turns, in one process."""
+    """Time all mechanisms and contexts in turns in one process."""
     causal = [name for name in names() if "causal" in mechanism(name).forms]
     rows = []
     for row in measure_decode(DecodeConfig.from_dict({**unit.settings["bench"], "mechanisms": causal})).rows:
@@ -29,18 +29,18 @@ def run(unit: Unit) -> list[dict[str, Any]]:
 
 
 def longest(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
-    """A value after the longest context, mean over the seeds, by mechanism."""
+    """Return the mean of a column after the longest context, by mechanism."""
     return means(rows, "mechanism", name, context=max(row["context"] for row in rows))
 
 
 def contexts(rows: list[dict[str, Any]]) -> str:
-    """The shortest and the longest."""
+    """Return the shortest and the longest context as text."""
     sizes = [row["context"] for row in rows]
     return f"{min(sizes):,} to {max(sizes):,}"
 
 
 def claim_constant_is_flat(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """Mechanisms whose state does not grow: the time after the longest context over that after the shortest."""
+    """Compare the time after the longest and the shortest context, for mechanisms with a constant state."""
     ratios = {name: ratio for name, ratio in longest(rows, "of_shortest").items() if not mechanism(name).state_grows}
     shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in sorted(ratios.items(), key=lambda item: item[1]))
     holds = all(ratio <= FLAT for ratio in ratios.values())
@@ -48,14 +48,14 @@ def claim_constant_is_flat(rows: list[dict[str, Any]]) -> tuple[str, str] | None
 
 
 def claim_full_grows(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """The same of full attention, and of the others that keep every token."""
+    """Compare the time after the longest and the shortest context, for mechanisms that keep every token."""
     ratios = {name: ratio for name, ratio in longest(rows, "of_shortest").items() if mechanism(name).state_grows}
     shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
     return (HOLDS if ratios["full"] >= GROWS else FAILS), f"{shown} ({contexts(rows)})"
 
 
 def claim_state_bytes(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """Bytes after the longest context; those said to be constant are the same after each context of at least theirs."""
+    """Check that the states declared constant have the same bytes after every context."""
     same = True
     sizes = sorted({row["context"] for row in rows})
     for row in rows:
@@ -67,7 +67,7 @@ def claim_state_bytes(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
 
 
 def claim_recurrent_faster(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """Linear attention and Latte against full attention after the longest context."""
+    """Compare linear attention and Latte with full attention after the longest context."""
     ms = longest(rows, "ms")
     shown = ", ".join(f"{name} {ms['full'] / ms[name]:.1f} times faster" for name in ("linear", "latte"))
     holds = all(ms[name] < ms["full"] for name in ("linear", "latte"))

@@ -1,4 +1,4 @@
-"""A small ELiTA reads 100,000 tokens forward and backward, and the README's counts of parameters.
+"""ELiTA on 100,000 tokens forward and backward, and the README's counts of parameters.
 
 Shape letters: B batch, T tokens.
 """
@@ -16,13 +16,13 @@ from subquad.training.run import RunResult
 
 Row = dict[str, Any]
 SAME = 0.02
-"""Nats a token."""
+"""Difference in nats per token up to which two losses count as the same, from the README's own test."""
 WIDTH = 256
-"""Of the layers whose parameters are counted; the ratios hardly depend on it."""
+"""Width of the layers whose parameters are counted; the ratios hardly depend on it."""
 
 
 def measure(result: RunResult, unit: Unit) -> Row | list[Row]:
-    """The arm `long` reads so many tokens at once, in two precisions."""
+    """Return the number of parameters; for an arm with the label `tokens`, a pass over that many in two precisions."""
     tokens = unit.labels.get("tokens")
     if tokens is None:
         return {"parameters": sum(p.numel() for p in result.model.parameters())}
@@ -33,7 +33,7 @@ def measure(result: RunResult, unit: Unit) -> Row | list[Row]:
 
 
 def long(model: Decoder, tokens_BT: torch.Tensor, precision: str) -> Row:
-    """One training pass over the whole sequence at once: loss, time, and whether all gradients are finite."""
+    """Run one training pass over the whole sequence; return its loss, its time and whether all gradients are finite."""
     device = next(model.parameters()).device
     tokens_BT = tokens_BT.to(device)
     model.train().zero_grad()
@@ -55,7 +55,7 @@ def long(model: Decoder, tokens_BT: torch.Tensor, precision: str) -> Row:
 
 
 def claim_long(rows: list[Row]) -> tuple[str, str] | None:
-    """Loss and gradients are finite in both precisions."""
+    """Check that loss and gradients are finite in both precisions."""
     found = [row for row in rows if "finite" in row]
     if not found:
         return None
@@ -68,7 +68,7 @@ def claim_long(rows: list[Row]) -> tuple[str, str] | None:
 
 
 def claim_same_if_not_better(rows: list[Row]) -> tuple[str, str] | None:
-    """The README's own test has the transformer better by 0.02: what is called the same may differ by so much."""
+    """Check that ELiTA's loss is at most `SAME` above the transformer's, beyond the noise."""
     noise = pooled(rows, "loss")
     found = difference(select(rows, {"arm": "elita"}), select(rows, {"arm": "transformer"}), "loss", noise)
     if found is None:
@@ -77,19 +77,19 @@ def claim_same_if_not_better(rows: list[Row]) -> tuple[str, str] | None:
 
 
 def claim_ff2_parameters(rows: list[Row]) -> tuple[str, str]:
-    """Of the feed-forward networks alone, counted."""
+    """Count the parameters of the feed-forward networks."""
     more = _count("full", "bilinear", ff=True) / _count("full", "gelu", ff=True) - 1
     return HOLDS if round(100 * more) == 13 else FAILS, f"{100 * more:+.1f} % (width {WIDTH})"
 
 
 def claim_layer_parameters(rows: list[Row]) -> tuple[str, str]:
-    """Of whole layers, counted."""
+    """Count the parameters of whole layers."""
     more = _count("elita", "bilinear") / _count("full", "gelu") - 1
     return HOLDS if round(100 * more) == 5 else FAILS, f"{100 * more:+.1f} % (width {WIDTH})"
 
 
 def claim_flops(rows: list[Row]) -> tuple[str, str]:
-    """Forward FLOPs of a layer with SwiGLU of equal width over those of a RoPE transformer's, at three lengths."""
+    """Compare forward FLOPs of ELiTA's and a RoPE transformer's attention of equal width, at three lengths."""
     shown, lower = [], True
     for tokens in (256, 4096, 100_000):
         elita, full = (_block(name, "swiglu").attention.cost(tokens) for name in ("elita", "full"))
@@ -106,7 +106,7 @@ def _count(attention: str, feedforward: str, *, ff: bool = False) -> int:
 
 
 def _block(attention: str, feedforward: str) -> Any:
-    """One layer, without data."""
+    """Return one layer on the meta device."""
     parts = {"attention": attention, "position": "rope" if attention == "full" else "none", "feedforward": feedforward}
     with torch.device("meta"):
         sizes = {"vocab_size": 8, "dim": WIDTH, "num_layers": 1, "num_heads": 4}

@@ -1,4 +1,4 @@
-"""Claims of a paper, the paper's figures, and what our rows say of them: `expected.json` in an experiment's folder."""
+"""A paper's claims and figures (`expected.json` in an experiment's folder), and verdicts on them from our rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VERDICTS = (HOLDS, FAILS, NOISE, INCOMPARABLE, WAITING, NOT_RUN)
 
 @dataclass(frozen=True, kw_only=True)
 class Claim(Config):
-    """One sentence of a paper that a measurement can bear out or not."""
+    """A statement that a measurement can confirm or refute."""
 
     id: str
     says: str
@@ -27,26 +27,26 @@ class Claim(Config):
     theirs: str
     """The paper's figures."""
     kind: Literal["lower", "higher", "equal", "function", "not comparable", "waiting"]
-    """lower, higher: `metric` of the left rows against that of the right; equal: `metric` of the left rows is `value`;
-    function: `claim_ID(rows)` of `experiment.py`; not comparable: never, for the reason `why`; waiting: for a GPU."""
+    """lower, higher: compare `metric` of the left rows with the right ones; equal: `metric` of the left rows is
+    `value`; function: `claim_ID(rows)` in `experiment.py` judges; not comparable: see `why`; waiting: needs a GPU."""
     metric: str = "loss"
     pairs: list[list[dict[str, Any]]] = field(default_factory=list)
-    """Pairs of labels, left and right; the claim is about all of them (equal: the left ones alone)."""
+    """Pairs of labels, left and right; the claim must hold for each pair (equal: left labels only)."""
     where: dict[str, Any] = field(default_factory=dict)
-    """Labels that all rows of the claim have."""
+    """Labels common to all rows of the claim."""
     value: float | None = None
     why: str = ""
     on_page: bool = True
-    """Whether docs/findings.md has it; the experiment's own README.md has all."""
+    """Show the claim in docs/findings.md; the experiment's README.md always shows it."""
 
     def __post_init__(self) -> None:
         sides = {"lower": 2, "higher": 2, "equal": 1}.get(self.kind)
         if sides and (not self.pairs or any(len(pair) != sides for pair in self.pairs)):
-            raise ValueError(f"claim {self.id!r} is {self.kind!r} and needs pairs of {sides} sets of labels")
+            raise ValueError(f"claim {self.id!r} of kind {self.kind!r} needs pairs of {sides} sets of labels")
         if self.kind == "equal" and self.value is None:
-            raise ValueError(f"claim {self.id!r} needs the value that its rows should have")
+            raise ValueError(f"claim {self.id!r} of kind 'equal' needs a value")
         if self.kind in ("not comparable", "waiting") and not self.why:
-            raise ValueError(f"claim {self.id!r} needs its reason, why")
+            raise ValueError(f"claim {self.id!r} of kind {self.kind!r} needs a reason in why")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,22 +54,22 @@ class Expected(Config):
     """The figures and claims of one table or figure of a paper."""
 
     paper: str
-    """The paper's name in docs/findings.md."""
+    """Name of the paper, a heading of docs/findings.md."""
     title: str
     source: str
     """Paper, table or section."""
     comparable: str
-    """What makes the figures comparable with ours, or not."""
+    """Reasons why the paper's figures can or cannot be compared with ours."""
     figures: list[dict[str, Any]] = field(default_factory=list)
-    """The paper's figures, each with labels as our rows have."""
+    """The paper's figures, labelled like our rows."""
     claims: list[Claim] = field(default_factory=list)
     caption: str = ""
-    """What the plot shows; with it the plot stands in docs/findings.md."""
+    """Caption of the plot in docs/findings.md, which shows only plots with a caption."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim's verdict, our figures, and the scale that they are of."""
+    """A claim's verdict, our figures, and the scale they were measured at."""
 
     claim: Claim
     ours: str
@@ -78,18 +78,18 @@ class Verdict:
 
 
 def read_expected(folder: Path) -> Expected:
-    """The paper's figures and claims in an experiment's folder; errors name the file."""
+    """Read the paper's figures and claims from an experiment's folder; errors name the file."""
     return Expected.from_file(folder / FILE)
 
 
 def by_size(scales: Mapping[str, Any]) -> list[str]:
-    """The scales that there are rows of, smoke left out: whole ones before parts, large ones before small ones."""
+    """Return the scales that have rows, without smoke: complete before partial ones, then large before small ones."""
     known = [name for name in reversed(SCALES) if name != "smoke" and scales.get(name, {}).get("rows")]
     return sorted(known, key=lambda name: scales[name]["done"] < scales[name]["units"])
 
 
 def verdicts(experiment: Path, expected: Expected, scales: Mapping[str, Any]) -> list[Verdict]:
-    """Judge each claim at the largest scale that says anything of it."""
+    """Judge each claim at the largest scale that has rows for it."""
     found = []
     for claim in expected.claims:
         try:
@@ -104,7 +104,7 @@ def verdicts(experiment: Path, expected: Expected, scales: Mapping[str, Any]) ->
 
 
 def judged(experiment: Path, claim: Claim, rows: Sequence[Row], scale: str) -> Verdict:
-    """Judge a claim by the rows of one scale."""
+    """Judge a claim from the rows of one scale."""
     if claim.kind in (INCOMPARABLE, "waiting"):
         return Verdict(claim, claim.why, INCOMPARABLE if claim.kind == INCOMPARABLE else WAITING)
     if not rows:
@@ -118,9 +118,7 @@ def judged(experiment: Path, claim: Claim, rows: Sequence[Row], scale: str) -> V
             return Verdict(claim, "", NOT_RUN, scale)
         verdict, ours = found
         if verdict not in VERDICTS:
-            raise ValueError(
-                f"claim_{claim.id} of {experiment} must give one of {', '.join(VERDICTS)}, got {verdict!r}"
-            )
+            raise ValueError(f"{experiment}: claim_{claim.id} returned {verdict!r}; valid: {', '.join(VERDICTS)}")
         return Verdict(claim, ours, verdict, scale)
     chosen = select(rows, claim.where)
     return _equal(claim, chosen, scale) if claim.kind == "equal" else _compared(claim, chosen, scale)
@@ -135,7 +133,7 @@ def _equal(claim: Claim, rows: Sequence[Row], scale: str) -> Verdict:
 
 
 def _compared(claim: Claim, rows: Sequence[Row], scale: str) -> Verdict:
-    """All pairs: the claim holds where each difference is beyond the noise, and fails where one is the other way."""
+    """Compare each pair: the claim holds if all differences exceed the noise, and fails if one does so reversed."""
     noise = pooled(rows, claim.metric)
     sign = 1.0 if claim.kind == "higher" else -1.0
     found = [difference(select(rows, a), select(rows, b), claim.metric, noise) for a, b in claim.pairs]

@@ -1,4 +1,4 @@
-"""`python -m experiments`: run an experiment, compare it with its paper, rewrite the result and the plot."""
+"""`python -m experiments`: run an experiment, compare it with its paper, and write the result, page and plot."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ from subquad.training.tasks import check
 
 NAME = "python -m experiments"
 HOME = Path(__file__).parents[1]
-"""The folder of the experiments."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns its exit status."""
+    """Run the command line and return its exit status."""
     return guarded(run, sys.argv[1:] if arguments is None else arguments)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse, run, compare, print; returns the exit status: 1 where a unit failed."""
+    """Do what `arguments` ask for; return 1 if a unit failed, else 0."""
     parser = make_parser()
     chosen = parser.parse_args(arguments)
     with parser.checking():
@@ -74,41 +73,41 @@ def run(arguments: Sequence[str]) -> int:
 def make_parser() -> Parser:
     """Return the parser of the command's options."""
     description = (
-        "Run an experiment of the folder experiments/, compare its figures with its paper's, and rewrite its "
-        "result.json, plot.png and the table in its README.md (scale smoke leaves them as they are, and begins anew in "
-        "the work folder). What was done is kept: after an interruption the same command goes on. Without NAME, the "
-        "experiments are listed."
+        "Run an experiment from the folder experiments/, compare its figures with its paper's, and update its "
+        "result.json, plot.png and the tables in its README.md. Scale smoke starts afresh in the work folder and "
+        "changes none of these files. After an interruption, the same command continues. Without NAME, list the "
+        "experiments."
     )
     parser = Parser(description=description, prog=NAME, usage=f"{NAME} [NAME] [options]")
     add = parser.add_argument
-    add("name", nargs="?", type=str | None, default=None, help="The experiment: a folder's name.")
-    parser.add_argument("--all", action="store_true", help="All experiments that have the scale.")
-    add("--scale", type=str, default="cpu", help="smoke: seconds, no data; cpu; gpu; paper: the paper's own setting.")
-    data = "Where data sets are: NAME=PATH or NAME/PART=PATH; hf:... is a path."
+    add("name", nargs="?", type=str | None, default=None, help="The experiment (a folder's name).")
+    parser.add_argument("--all", action="store_true", help="Run every experiment that has the scale.")
+    add("--scale", type=str, default="cpu", help="smoke (seconds, no data), cpu, gpu or paper (the paper's setting).")
+    data = "Paths of data sets, as NAME=PATH or NAME/PART=PATH; hf:... names one on the Hugging Face hub."
     add("--data", nargs="+", type=str, default=[], help=data)
-    add("--folder", type=str | None, default=None, help="Other experiments than those beside this program.")
-    add("--work", type=str, default="runs/reproduce", help="Where runs are made, to be gone on with.")
-    add("--processes", type=int | None, default=None, help="Units at once (default: one a core; timings one by one).")
-    add("--threads", type=int | None, default=None, help="Threads of a unit (default: cores over processes; smoke: 1).")
-    parser.add_argument("--report", action="store_true", help="Run nothing: compare and draw what result.json holds.")
+    add("--folder", type=str | None, default=None, help="Folder of the experiments (default: this package).")
+    add("--work", type=str, default="runs/reproduce", help="Folder of the runs, which a later command continues.")
+    add("--processes", type=int | None, default=None, help="Units to run at once (default: one per core; 1 if timed).")
+    add("--threads", type=int | None, default=None, help="Threads per unit (default: cores / processes; smoke: 1).")
+    parser.add_argument("--report", action="store_true", help="Run nothing: rewrite page and plot from result.json.")
     add("--findings", type=str | None, default=None, help="Run nothing: write the page of all results to this file.")
     return parser
 
 
 def experiments(root: Path) -> list[str]:
-    """Return the names of the experiments below a folder."""
+    """Return the names of the experiments in `root`, sorted."""
     return sorted(path.parent.name for path in root.glob(f"*/{FILE}"))
 
 
 def _names(root: Path, chosen: Any) -> list[str]:
-    """Return the experiments that are asked for. Raises `ValueError` for arguments that do not go together."""
+    """Return the names of the chosen experiments. Raises `ValueError` for arguments that exclude each other."""
     if chosen.scale not in SCALES:
         raise ValueError(f"unknown scale {chosen.scale!r}; {suggest(chosen.scale, SCALES)}")
     asked = [
         flag for flag, given in (("NAME", chosen.name), ("--all", chosen.all), ("--findings", chosen.findings)) if given
     ]
     if len(asked) > 1:
-        raise ValueError(f"{' and '.join(asked)} do not go together; give one")
+        raise ValueError(f"{' and '.join(asked)} exclude each other; give one")
     for name in ("processes", "threads"):
         if chosen[name] is not None and chosen[name] < 1:
             raise ValueError(f"--{name} must be at least 1, got {chosen[name]}")
@@ -134,18 +133,17 @@ def _data(given: Sequence[str]) -> dict[str, str]:
 
 
 class Plan(NamedTuple):
-    """An experiment at one scale."""
+    """An experiment at one scale; `smoke` is the folder for results of the smoke scale."""
 
     folder: Path
     recipe: Recipe
     units: list[Unit]
     processes: int
     smoke: Path
-    """Where its smoke scale is made."""
 
 
 def _planned(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
-    """Return the experiment at the scale that is asked for; errors name it."""
+    """Plan the experiment in `folder` at the chosen scale; errors name it."""
     try:
         return _plan(folder, chosen, data)
     except (ValueError, TypeError, FileNotFoundError) as error:
@@ -168,7 +166,7 @@ def _plan(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
 
 
 def _check(units: Sequence[Unit]) -> None:
-    """Raise `ValueError` or `TypeError`, with the unit's name, for settings that are no training run."""
+    """Raise `ValueError` or `TypeError` with the unit's name if its settings are not a valid training run."""
     for unit in units:
         try:
             check(train_config(unit))
@@ -177,11 +175,13 @@ def _check(units: Sequence[Unit]) -> None:
             raise type(error)(f"{unit.name}: {error}") from error
         data = unit.settings.get("data", {})
         if data.get("held_out_path") == data.get("path") is not None and not is_little(data["path"]):
-            raise ValueError(f"{unit.name}: data.held_out_path is data.path, {data['path']!r}: it would learn its test")
+            raise ValueError(
+                f"{unit.name}: data.held_out_path equals data.path, {data['path']!r}: test text in training"
+            )
 
 
 def _run_all(planned: Sequence[Plan], scale: str) -> int:
-    """Run the experiments one after another; at scale smoke their units share the processes. How many units failed."""
+    """Run the experiments in turn (at scale smoke they share processes); return the number of failed units."""
     if scale != "smoke":
         failed = 0
         for plan in planned:
@@ -190,14 +190,14 @@ def _run_all(planned: Sequence[Plan], scale: str) -> int:
         return failed
     with Runner(max(plan.processes for plan in planned)) as runner:
         for plan in planned:
-            shutil.rmtree(plan.smoke, ignore_errors=True)  # it shows that the code of today runs
+            shutil.rmtree(plan.smoke, ignore_errors=True)  # kept units would hide that today's code fails
             plan.smoke.mkdir(parents=True)
             runner.announce(plan.units)
         return sum(_reproduce(plan, plan.smoke, runner, scale) for plan in planned)
 
 
 def _reproduce(plan: Plan, home: Path, runner: Runner, scale: str) -> int:
-    """Run the units, write into `home` what they gave after each, compare, print; returns how many failed."""
+    """Run the units, update the result in `home` after each, compare and print; return the number of failed units."""
     finished, failures = [], []
     for unit, found in runner.run(plan.units, _tell):
         finished.append((unit, found))
@@ -212,7 +212,7 @@ def _reproduce(plan: Plan, home: Path, runner: Runner, scale: str) -> int:
 
 
 def _compare(plan: Plan, home: Path, scale: str | None) -> None:
-    """Draw, print, and where `home` is the experiment's own folder rewrite its README.md."""
+    """Draw and print the result in `home`; if that is the experiment's own folder, update its README.md."""
     scales = result.read_result(home)
     rows = scales[scale]["rows"] if scale in scales else []
     if rows:
@@ -227,7 +227,7 @@ def _tell(line: str) -> None:
 
 
 def _print(folder: Path, recipe: Recipe, rows: list[dict[str, Any]], scale: str | None) -> None:
-    """Print the table of the rows and the verdicts."""
+    """Print the table of `rows` and the verdicts on the claims."""
     expected = read_expected(folder)
     found = [judged(folder, claim, rows, scale or "") for claim in expected.claims]
     headers, lines = result.cells(recipe, rows)
@@ -240,15 +240,15 @@ def _print(folder: Path, recipe: Recipe, rows: list[dict[str, Any]], scale: str 
             if what:
                 terminal.print(Padding(Text(f"{who}: {what}"), (0, 0, 0, 4), expand=False))
     if scale == "smoke":
-        console().print("Scale smoke shows that everything runs; its figures say nothing of the claims.")
+        console().print("Scale smoke only shows that everything runs; its figures say nothing about the claims.")
 
 
 def _list(root: Path) -> None:
-    """Print the experiments, their scales and which results there are."""
+    """Print the experiments with their scales and available results."""
     lines = []
     for name in experiments(root):
         recipe, scales = read_recipe(root / name), result.read_result(root / name)
         sizes = [f"{scale} ({recipe.scales[scale].minutes:g} min)" for scale in SCALES if scale in recipe.scales]
         lines.append((name, read_expected(root / name).title, ", ".join(sizes), ", ".join(scales) or "none"))
-    print_table("experiments", ("name", "what", "scales", "results of"), lines, markdown=False)
+    print_table("experiments", ("name", "title", "scales", "results"), lines, markdown=False)
     sys.stdout.write(f"{NAME} NAME --scale cpu\n")

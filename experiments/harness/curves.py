@@ -1,4 +1,4 @@
-"""Curves over sizes: means over the seeds, the exponent, where a ratio crosses one."""
+"""Curves over sizes: means over seeds, fitted exponents, and where a ratio crosses one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from experiments.harness.noise import Row, select
 
 
 def means(rows: Sequence[Row], by: str, value: str, **labels: Any) -> dict[Any, float]:
-    """Return the mean of `value` over the seeds for each value of the label `by`, sorted, of rows that have it."""
+    """Return the mean of `value` over rows with the given labels, for each value of the label `by`, sorted."""
     chosen = [row for row in select(rows, labels) if row[value] is not None]
     return {
         key: statistics.mean(row[value] for row in select(chosen, {by: key})) for key in sorted({r[by] for r in chosen})
@@ -19,15 +19,12 @@ def means(rows: Sequence[Row], by: str, value: str, **labels: Any) -> dict[Any, 
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """The slope of the logarithm of the values over that of the sizes, by least squares."""
+    """Return the least-squares slope of log `values` over log `sizes`."""
     return statistics.linear_regression([math.log(n) for n in sizes], [math.log(y) for y in values]).slope
 
 
 def crossover(ratios: Mapping[int, float]) -> str:
-    """The size from which on the ratio stays above one, interpolated in both logarithms.
-
-    Where that is outside of the sizes measured, the answer says so.
-    """
+    """Return the size above which the ratio stays above one (log-log interpolation), or a bound on it, as text."""
     sizes = sorted(ratios)
     below = [size for size in sizes if ratios[size] < 1]
     if not below:

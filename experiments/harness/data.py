@@ -1,4 +1,4 @@
-"""The data sets that experiments name, and where they are: `--data NAME=PATH`, SUBQUAD_DATA, or made on the spot."""
+"""Locate the data sets that recipes name: by `--data NAME=PATH`, in the folder SUBQUAD_DATA, or built in."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Named:
     """A data set that recipes write as `@NAME/...`."""
 
     folder: str
-    """Its folder below SUBQUAD_DATA."""
+    """Its folder in SUBQUAD_DATA."""
     holds: str
-    """What is in it."""
+    """Its contents, for error messages."""
     parts: tuple[str, ...] = ()
-    """Its parts, where it has some: a hub's data set or a single file is one of them."""
+    """Names of its parts; a single file or a hub data set can only stand for one of them."""
 
 
 PARTS = ("train", "valid", "test")
@@ -43,41 +43,35 @@ DATA: dict[str, Named] = {
     "gpt2": Named("gpt2_bpe", "GPT-2's encoder.json and vocab.bpe, plain or compressed"),
 }
 LITTLE = "little"
-"""A text that every machine with Python has: the modules of its package `email`."""
+"""A text that comes with Python: the modules of its package `email`."""
 
 
 def check_data(given: Mapping[str, str]) -> None:
-    """Raise `ValueError` for a name that no recipe knows, `FileNotFoundError` for a path that is missing."""
+    """Raise `ValueError` for an unknown data set, `FileNotFoundError` for a missing path."""
     valid = [*DATA, *(f"{name}/{part}" for name, named in DATA.items() for part in named.parts)]
     for name, path in given.items():
         if name not in valid:
             raise ValueError(f"unknown data set {name!r}; {suggest(name, valid)}")
         if not path.startswith("hf:") and not Path(path).expanduser().exists():
-            raise FileNotFoundError(
-                f"--data {name}={path}: there is no such file or folder; it is {_known(name).holds}"
-            )
-
-
-def _known(name: str) -> Named:
-    return DATA[name.partition("/")[0]]
+            holds = DATA[name.partition("/")[0]].holds
+            raise FileNotFoundError(f"--data {name}={path}: no such file or folder; expected {holds}")
 
 
 def is_little(path: str) -> bool:
-    """Whether the path is that of the text that is always there."""
+    """Return whether `path` is that of the built-in text."""
     return path == find(f"@{LITTLE}", {})
 
 
 def find(value: str, given: Mapping[str, str]) -> str:
-    """The path that `@NAME/inner` stands for.
+    """Return the path that `@NAME/inner` stands for.
 
-    Raises `ValueError` for an unknown name and `FileNotFoundError`, which says how to give it, for data that is not
-    there.
+    Raises `ValueError` for an unknown name and `FileNotFoundError`, with the ways to provide it, for missing data.
     """
     name, _, inner = value.removeprefix("@").partition("/")
     if name == LITTLE:
         return str(Path(email.__file__).parent / "*.py")
     if name not in DATA:
-        raise ValueError(f"{value} names no data set; {suggest(name, [*DATA, LITTLE])}")
+        raise ValueError(f"{value} is not a known data set; {suggest(name, [*DATA, LITTLE])}")
     if f"{name}/{inner}" in given:
         return str(given[f"{name}/{inner}"])
     whole = given.get(name, "").startswith("hf:")
@@ -86,7 +80,7 @@ def find(value: str, given: Mapping[str, str]) -> str:
         if inner in DATA[name].parts:
             ways = " ".join(f"{name}/{part}=PATH" for part in DATA[name].parts)
             raise ValueError(
-                f"--data {name}={given.get(name, root)} is one text, and {name} has parts: give --data {ways}"
+                f"--data {name}={given.get(name, root)} is one text, but {name} has parts: use --data {ways}"
             )
         return given[name] if whole else str(root)
     return str(_inside(root, inner, name))
@@ -100,14 +94,14 @@ def _root(name: str, given: Mapping[str, str]) -> Path:
     if root is None or not root.exists():
         where = f"{ENVIRONMENT}={place} has no {DATA[name].folder}/" if place else f"{ENVIRONMENT} is not set"
         raise FileNotFoundError(
-            f"this scale reads the data set {name!r} ({DATA[name].holds}): give --data {name}=PATH, or set "
-            f"{ENVIRONMENT} to a folder that holds {DATA[name].folder}/ ({where})"
+            f"this scale needs the data set {name!r} ({DATA[name].holds}): use --data {name}=PATH, or set "
+            f"{ENVIRONMENT} to a folder that contains {DATA[name].folder}/ ({where})"
         )
     return root
 
 
 def _inside(root: Path, inner: str, name: str) -> Path:
-    """`root/inner`, also where that is compressed or in the one archive of `root`."""
+    """Return the path of `inner` in `root`: as it is, compressed, or in the only tar archive there."""
     if not inner:
         return root
     for suffix in ("", ".xz", ".gz", ".bz2"):
@@ -119,11 +113,11 @@ def _inside(root: Path, inner: str, name: str) -> Path:
         for place in (unpacked / inner, *(folder / inner for folder in unpacked.iterdir())):
             if place.exists():
                 return place
-    raise FileNotFoundError(f"{root} has no {inner}; the data set {name!r} is {DATA[name].holds}")
+    raise FileNotFoundError(f"{root} has no {inner}; the data set {name!r} should be {DATA[name].holds}")
 
 
 def _unpacked(archive: Path) -> Path:
-    """The folder that the archive is unpacked in, once, in the cache."""
+    """Unpack the archive in the cache, unless it is there, and return its folder."""
     with archive.open("rb") as stream:
         name = hashlib.file_digest(stream, "sha256").hexdigest()[:16]
     folder = cache_folder(None) / f"unpacked-{name}"
@@ -133,7 +127,7 @@ def _unpacked(archive: Path) -> Path:
 
 
 def unpack_archive(archive: Path, folder: Path) -> None:
-    """Put the files of a tar archive in `folder`, and none elsewhere; `ValueError` where it is damaged or a bomb."""
+    """Unpack a tar archive into `folder` only. Raises `ValueError` if it is damaged or a decompression bomb."""
     with aside(folder) as temporary:
         temporary.mkdir()
         try:

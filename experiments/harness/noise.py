@@ -1,4 +1,4 @@
-"""Differences between arms beside the noise: the spread between seeds, pooled over all arms, and Student's t."""
+"""Compare differences between arms with the noise: the spread between seeds, pooled over arms, and Student's t."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 Row = dict[str, Any]
 HOLDS, FAILS, NOISE = "holds", "does not hold", "no difference beyond the noise"
 OWN = 4
-"""Seeds of an arm that are enough to know its own spread."""
+"""Rows per side from which its own spread is used instead of the pooled one."""
 LEVEL = 0.05
-"""Two-sided: how often a difference of nothing is taken for one."""
+"""Two-sided significance level."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The standard deviation between seeds of one arm; NaN without freedom, where no arm was run twice."""
+    """Standard deviation between seeds and its degrees of freedom; NaN and 0 if no arm ran twice."""
 
     deviation: float
     freedom: int
@@ -27,14 +27,12 @@ class Noise:
 
 @dataclass(frozen=True)
 class Difference:
-    """Means of two sets of rows and how far apart they are."""
+    """The means of two sets of rows, `value` = left - right, and its standard error (NaN if no arm ran twice)."""
 
     left: float
     right: float
     value: float
-    """left - right."""
     error: float
-    """Its standard error; NaN where no arm was run twice."""
     freedom: int
 
     def __str__(self) -> str:
@@ -43,9 +41,9 @@ class Difference:
 
 
 def pooled(rows: Sequence[Row], metric: str) -> Noise:
-    """The standard deviation of `metric` between seeds, pooled over groups of rows that differ in the seed alone.
+    """Return the standard deviation of `metric` between seeds, pooled over groups of rows that differ only in the seed.
 
-    Two or three seeds of one arm say little of its spread; all arms together say more, if it is alike.
+    Two or three seeds estimate the spread of one arm badly; pooling helps if all arms have a similar spread.
     """
     known = [row for row in rows if _is_number(row.get(metric))]
     names = _labels(known, metric)
@@ -60,9 +58,9 @@ def pooled(rows: Sequence[Row], metric: str) -> Noise:
 
 
 def _labels(rows: Sequence[Row], metric: str) -> list[str]:
-    """Return the names that tell rows apart beside the seed: words, and numbers that are equal for all seeds of an arm.
+    """Return the columns that identify a row apart from its seed: texts, and numbers equal for all seeds of an arm.
 
-    Of one seed alone every number is; there whole numbers tell rows apart, and the others are what was measured.
+    If each arm has one seed, integers identify a row and floats are measurements.
     """
     names = sorted({name for row in rows for name in row} - {metric, "seed"})
     return [name for name in names if _is_label(rows, name)]
@@ -85,9 +83,9 @@ def _is_number(value: Any) -> bool:
 
 
 def difference(left: Sequence[Row], right: Sequence[Row], metric: str, noise: Noise) -> Difference | None:
-    """The difference of the means of two sets of rows; None where one is empty.
+    """Return the difference between the means of two sets of rows, or None if one is empty.
 
-    With `OWN` rows on each side the noise is their own (Welch), since arms may differ in it; with fewer the pooled one.
+    With at least `OWN` rows on each side, use their own variances (Welch), which may differ; else the pooled noise.
     """
     if not left or not right:
         return None
@@ -104,14 +102,14 @@ def difference(left: Sequence[Row], right: Sequence[Row], metric: str, noise: No
 
 @dataclass(frozen=True)
 class Margin:
-    """By how much a claim is borne out (below zero: the other way), and its standard error (NaN: not known)."""
+    """The difference in the claimed direction (negative: against the claim) and its standard error (NaN: unknown)."""
 
     value: float
     error: float
     freedom: int
 
     def beyond(self, level: float) -> int:
-        """1 above zero beyond the noise, -1 below, 0 neither; a value that is not finite is below."""
+        """Return 1 or -1 if the value is above or below zero beyond the noise, else 0; -1 if it is not finite."""
         if not math.isfinite(self.value):
             return -1
         if math.isnan(self.error) or not self.value:
@@ -121,9 +119,9 @@ class Margin:
 
 
 def judge(margins: Sequence[Margin]) -> str:
-    """`HOLDS` where every margin is above zero beyond the noise, `FAILS` where one is below, else `NOISE`.
+    """Return `HOLDS` if every margin is above zero beyond the noise, `FAILS` if any is below, else `NOISE`.
 
-    Of many margins one is below by chance sooner than of one: the level is divided by their number there.
+    One of many margins is more likely to be below by chance, so that test divides the level by their number.
     """
     if any(margin.beyond(LEVEL / len(margins)) < 0 for margin in margins):
         return FAILS
@@ -131,7 +129,7 @@ def judge(margins: Sequence[Margin]) -> str:
 
 
 def quantile(p: float, freedom: int) -> float:
-    """Student's t: exact for one and two degrees of freedom, else Cornish and Fisher's expansion (within 1 %)."""
+    """Return a quantile of Student's t: exact for 1 and 2 degrees of freedom, else by Cornish-Fisher (within 1 %)."""
     if freedom < 1:
         return math.inf
     if freedom == 1:
@@ -148,7 +146,7 @@ def quantile(p: float, freedom: int) -> float:
 
 
 def select(rows: Iterable[Row], labels: Mapping[str, Any]) -> list[Row]:
-    """The rows that have these labels; a list of values is a choice of them."""
+    """Return the rows with these labels; a list of values matches any of them."""
 
     def has(row: Row, name: str, value: Any) -> bool:
         return row.get(name) in value if isinstance(value, list) else row.get(name) == value
@@ -157,7 +155,7 @@ def select(rows: Iterable[Row], labels: Mapping[str, Any]) -> list[Row]:
 
 
 def number(value: float) -> str:
-    """A number with the digits that a reader needs."""
+    """Format a number with about four significant digits."""
     if value == 0 or (isinstance(value, int) and abs(value) < 10_000):
         return str(value)
     if abs(value) >= 1e7 or abs(value) < 1e-3:

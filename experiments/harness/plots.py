@@ -1,4 +1,4 @@
-"""The plot of an experiment: the panels of its recipe, or its own `draw(figure, rows)`."""
+"""Draw an experiment's plot: the panels of its recipe, or its own `draw(figure, rows)`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from experiments.harness.recipe import Panel, Recipe
 from experiments.harness.units import function
 
 COLORS = ("#4477aa", "#cc6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777", "#ee8866", "#332288", "#999933")
-MARKERS = "osD^vPX*<>x+1d"  # more than colours, which begin again with dashes
+MARKERS = "osD^vPX*<>x+1d"  # more markers than colours; reused colours get dashed lines
 COLUMNS = 3
 
 
 def draw(experiment: Path, recipe: Recipe, rows: Sequence[Row], file: Path) -> None:
-    """Write the plot of the rows. `ValueError` where there is nothing to draw."""
+    """Draw the rows into a PNG file. Raises `ValueError` if there are none."""
     if not rows:
         raise ValueError(f"{experiment.name} has no rows to draw")
     own = function(experiment, "draw")
@@ -38,14 +38,14 @@ def draw(experiment: Path, recipe: Recipe, rows: Sequence[Row], file: Path) -> N
 
 
 def known_columns(panels: Sequence[Panel]) -> set[str]:
-    """The labels and values that panels draw."""
+    """Return the names of the columns that the panels use."""
     return {name for panel in panels for name in (panel.x, panel.y, panel.by, *panel.where) if name is not None}
 
 
 def draw_panels(figure: Figure, panels: Sequence[Panel], rows: Sequence[Row], width: int, height: int) -> None:
-    """Each panel of the recipe."""
+    """Draw all panels of a recipe in a grid."""
     axes = figure.subplots(height, width, squeeze=False).flatten().tolist()
-    order: dict[str, list[Any]] = {}  # what is in one panel alone keeps its colour in the others
+    order: dict[str, list[Any]] = {}  # shared by the panels, so that a series has one colour in all of them
     for panel in panels:
         if panel.by:
             seen = order.setdefault(panel.by, [])
@@ -57,9 +57,9 @@ def draw_panels(figure: Figure, panels: Sequence[Panel], rows: Sequence[Row], wi
 
 
 def draw_panel(axis: Axes, panel: Panel, rows: Sequence[Row], order: Sequence[Any] = (None,)) -> None:
-    """`y` over `x`, means over seeds with the standard deviation as bars; names stand side by side.
+    """Draw `y` over `x`: means over seeds, standard deviations as bars, categories side by side.
 
-    `order` are the values of `by` that have a colour, in that order.
+    `order` lists the values of `by`; a value's place gives its colour and marker.
     """
     rows = [row for row in rows if row.get(panel.y) is not None and row.get(panel.x) is not None]
     names = list(dict.fromkeys(str(row[panel.x]) for row in rows if isinstance(row[panel.x], str)))

@@ -1,4 +1,4 @@
-"""Recipes of experiments: arms, seeds and scales, from `recipe.yaml`. Read without loading torch."""
+"""Read `recipe.yaml`: an experiment's arms, seeds and scales. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ Budget = Literal["steps", "tokens", "flops"]
 
 @dataclass(frozen=True, kw_only=True)
 class Arm(Config):
-    """A thing that is compared with the other arms."""
+    """One of the variants that an experiment compares."""
 
     labels: dict[str, Any] = field(default_factory=dict)
-    """What the rows of this arm say of it, for tables, claims and plots."""
+    """Columns added to the rows of this arm, for tables, claims and plots."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Settings that differ from the experiment's."""
+    """Settings that override the experiment's."""
     seeds: list[int] | None = None
     """Seeds of this arm (None: the scale's)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held(Config):
-    """The measurement of a language model on the held-out text after its training."""
+    """Settings for measuring a language model on the held-out text after training."""
 
     tokens: int | None = None
-    """Held-out tokens to read, from the first (None: all)."""
+    """Number of held-out tokens to read (None: all)."""
     length: int | None = None
-    """Tokens of a window (None: those of training)."""
+    """Window length in tokens (None: the training length)."""
     stride: int | None = None
-    """Tokens from one window to the next: all arms predict the same tokens, each but the first window's with at least
-    length - stride + 1 tokens of context."""
+    """Tokens from one window to the next: all arms predict the same tokens, each with at least length - stride + 1
+    tokens of context after the first window."""
     skip: int = 0
-    """First tokens whose predictions do not count: those of the first window have less context, and a perceiver_ar's
-    fewer latents than it was trained with."""
+    """Number of first tokens that are not scored: the first window has less context, and perceiver_ar has fewer
+    latents there than in training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,35 +46,35 @@ class Scale(Config):
     """One size at which an experiment runs."""
 
     settings: dict[str, Any] = field(default_factory=dict)
-    """Settings over the experiment's."""
+    """Settings that override the experiment's."""
     arms: dict[str, Arm] | list[str] | None = None
-    """The arms that run: names of the experiment's, or others (None: all of the experiment's)."""
+    """Arms to run: names of the experiment's arms, or new ones (None: all of the experiment's)."""
     arm_settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Settings over those of arms, by the arm's name."""
+    """Settings that override those of an arm, by its name."""
     seeds: list[int] = field(default_factory=lambda: [0])
-    """Each arm runs once for each."""
+    """Seeds; each arm runs once per seed."""
     reference: str | None = None
-    """The arm that trains for run.steps; its predicted tokens and FLOPs are the budgets of the others."""
+    """The arm that trains for run.steps; its predicted tokens and FLOPs set the budgets of the others."""
     budgets: list[Budget] = field(default_factory=lambda: ["steps"])
-    """What is equal: steps, predicted tokens, FLOPs. With several, each arm trains for the greatest, and what the
-    others need is forked off: the learning rate is constant, and falls over the last fifth of each budget."""
+    """Quantities that are equal for all arms. With several budgets, an arm trains at a constant learning rate up to the
+    largest; a fork for each budget lowers the rate over its last fifth."""
     held: Held = field(default_factory=Held)
-    """The measurement of language models."""
+    """Measurement of language models."""
     minutes: float = 0.0
-    """What it took, or is expected to take, of wall time."""
+    """Measured or expected wall time in minutes."""
     note: str = ""
-    """What a reader should know of this scale's machine or cost."""
+    """Remarks on this scale's machine or cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel(Config):
-    """One panel of the plot: `y` over `x`, a line or a group of points for each value of `by`."""
+    """One panel of the plot: `y` over `x`, with a series for each value of `by`."""
 
     y: str
     x: str = "arm"
     by: str | None = None
     where: dict[str, Any] = field(default_factory=dict)
-    """Rows of these labels alone; a list of values is a choice of them."""
+    """Draw only rows with these labels; a list of values matches any of them."""
     log: Literal["", "x", "y", "xy"] = ""
     title: str = ""
     xlabel: str = ""
@@ -83,26 +83,27 @@ class Panel(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Config):
-    """An experiment: `recipe.yaml` in its folder."""
+    """The contents of an experiment's `recipe.yaml`."""
 
     kind: Literal["train", "measure"] = "train"
-    """train: each unit is a training run of `settings`, a `TrainConfig`; measure: `run(unit)` of `experiment.py`."""
+    """train: each unit is a training run with `settings` as its `TrainConfig`; measure: `run(unit)` in
+    `experiment.py`."""
     alone: bool = False
-    """Whether times are measured: one unit after another, with all threads."""
+    """Run one unit at a time with all threads, because times are measured."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of all units. A value `@NAME/...` is a path in the data set NAME."""
     arms: dict[str, Arm] = field(default_factory=dict)
-    """What is compared."""
+    """The variants to compare, by name."""
     scales: dict[str, Scale] = field(default_factory=dict)
     """The sizes, by name: smoke, cpu, gpu, paper."""
     group: list[str] = field(default_factory=lambda: ["arm"])
-    """Labels of the rows of the result's table; seeds are put together."""
+    """Columns that identify a line of the result's table; it averages over seeds."""
     table: list[str] = field(default_factory=list)
-    """Measured values in the table's columns."""
+    """Measured columns of the result's table."""
     where: dict[str, Any] = field(default_factory=dict)
-    """Rows of these labels alone in the table."""
+    """Labels of the rows that the table shows."""
     panels: list[Panel] = field(default_factory=list)
-    """The plot, where `experiment.py` has no `draw(figure, rows)`."""
+    """The plot's panels, unless `experiment.py` has `draw(figure, rows)`."""
 
     def __post_init__(self) -> None:
         for name, scale in self.scales.items():
@@ -110,9 +111,9 @@ class Recipe(Config):
                 raise ValueError(f"unknown scale {name!r}; {suggest(name, SCALES)}")
             arms = self.arms_of(name)
             if not scale.seeds:
-                raise ValueError(f"scales.{name}.seeds must name at least one seed, got []")
+                raise ValueError(f"scales.{name}.seeds must have at least one seed, got []")
             if len(scale.budgets) != len(set(scale.budgets)) or not scale.budgets:
-                raise ValueError(f"scales.{name}.budgets must name different budgets, got {scale.budgets}")
+                raise ValueError(f"scales.{name}.budgets must be one or more distinct budgets, got {scale.budgets}")
             for arm in (*scale.arm_settings, *([scale.reference] if scale.reference else [])):
                 if arm not in arms:
                     raise ValueError(f"scales.{name} has no arm {arm!r}; {suggest(arm, arms)}")
@@ -120,7 +121,7 @@ class Recipe(Config):
                 raise ValueError(f"scales.{name}.budgets {scale.budgets} need a reference, one of {', '.join(arms)}")
 
     def arms_of(self, scale: str) -> dict[str, Arm]:
-        """The arms of a scale; `ValueError` for one that the experiment has not."""
+        """Return the arms of a scale. Raises `ValueError` for an unknown arm."""
         chosen = self.scale(scale).arms
         if isinstance(chosen, dict):
             return chosen
@@ -130,14 +131,14 @@ class Recipe(Config):
         return {name: self.arms[name] for name in chosen} if chosen is not None else dict(self.arms)
 
     def scale(self, name: str) -> Scale:
-        """The scale of this name; `ValueError` lists those that there are."""
+        """Return the scale called `name`. Raises `ValueError` with the valid names."""
         if name not in self.scales:
             raise ValueError(f"this experiment has no scale {name!r}; {suggest(name, self.scales)}")
         return self.scales[name]
 
 
 def merged(*layers: dict[str, Any]) -> dict[str, Any]:
-    """Nested mappings, later ones over earlier ones; values that are no mappings replace each other."""
+    """Merge nested mappings; values of later layers override those of earlier ones."""
     result: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
@@ -147,5 +148,5 @@ def merged(*layers: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_recipe(folder: Path) -> Recipe:
-    """The recipe in an experiment's folder; errors name the file."""
+    """Read the recipe in an experiment's folder; errors name the file."""
     return Recipe.from_file(folder / FILE)

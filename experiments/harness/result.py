@@ -1,4 +1,4 @@
-"""An experiment's result: `result.json`, the table in its README.md, its plot."""
+"""An experiment's result: `result.json`, and the tables in its README.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from subquad.training.checkpoint import write_atomically
 
 FILE, PLOT, README = "result.json", "plot.png", "README.md"
 BEGIN, END = "<!-- begin: written by python -m experiments -->", "<!-- end -->"
-SEPARATE = "; "
+COLUMNS, OPEN = 10, 24
+"""Columns of a table, and lines of one that is not folded."""
 _KINDS = {
     **dict.fromkeys(("units", "done", "processes"), int),
     **dict.fromkeys(("dates", "commits", "machines", "rows"), list),
@@ -30,12 +31,12 @@ _KINDS = {
 
 
 def identity_of(units: Iterable[Unit]) -> str:
-    """Differs when any unit of a scale does."""
+    """Return a hash that changes if any unit of a scale changes."""
     return digest(sorted([unit.arm, unit.seed, unit.identity] for unit in units))
 
 
 def collected(units: Sequence[Unit], finished: Sequence[Finished], processes: int) -> dict[str, Any]:
-    """Return the result of one scale: the rows of its units and where they are from."""
+    """Return the result of one scale: the rows of its units and their provenance."""
     good = sorted(((units.index(unit), found) for unit, found in finished if "rows" in found), key=lambda item: item[0])
     sources = [found["provenance"] for _, found in good]
     machines = list({json.dumps(source["machine"]): source["machine"] for source in sources}.values())
@@ -58,7 +59,7 @@ def collected(units: Sequence[Unit], finished: Sequence[Finished], processes: in
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers to six digits: more would be noise in the diff of a result."""
+    """Round numbers to six digits, since more would be noise in the diff of a result."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
@@ -67,7 +68,7 @@ def _rounded(value: Any) -> Any:
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """The scales in `result.json`; none where there is no such file. `ValueError` names a file that is no result."""
+    """Return the scales in `result.json`, or {} without that file. Raises `ValueError` with the name of a bad file."""
     file = folder / FILE
     if not file.is_file():
         return {}
@@ -78,14 +79,14 @@ def read_result(folder: Path) -> dict[str, Any]:
         for row in scale["rows"]:
             check_keys(row, {"arm": str, "seed": int}, f"{file}, a row")
         if not all(isinstance(word, str) for word in [*scale["dates"], *scale["commits"]]):
-            raise ValueError(f"{file} is damaged: dates and commits must be texts")
+            raise ValueError(f"{file} is damaged: dates and commits must be strings")
         if not all(isinstance(machine, dict) for machine in scale["machines"]):
             raise ValueError(f"{file} is damaged: each machine must be a mapping")
     return dict(values["scales"])
 
 
 def write_result(folder: Path, scale: str, values: dict[str, Any]) -> None:
-    """Put one scale into `result.json`; the others stay, and a whole result until there is another whole one."""
+    """Write one scale into `result.json` and keep the others; a partial result never replaces a complete one."""
     before = read_result(folder).get(scale)
     if before is not None and before["done"] == before["units"] and values["done"] < values["units"]:
         return
@@ -96,17 +97,17 @@ def write_result(folder: Path, scale: str, values: dict[str, Any]) -> None:
 
 
 def _flat(text: str) -> str:
-    """Each row on a line of its own: indented further, a result of some hundred rows is unreadable."""
+    """Put each innermost object on one line: indented fully, hundreds of rows are unreadable."""
     return re.sub(r"\{[^{}]*\}", lambda found: re.sub(r"\s*\n\s*", " ", found[0]), text)
 
 
 def telling(scales: dict[str, Any]) -> str | None:
-    """The scale whose table and plot are shown: the largest whole one, or else the largest."""
+    """Return the scale to show: the largest complete one, else the largest with rows, else None."""
     return next(iter(by_size(scales)), None)
 
 
 def cells(recipe: Recipe, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Headers and lines of the result's table: rows of equal labels put together, as mean ± standard deviation."""
+    """Return headers and lines of the result's table: mean ± standard deviation over rows with equal labels."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in select(rows, recipe.where):
         groups.setdefault(tuple(row.get(name) for name in recipe.group), []).append(row)
@@ -135,7 +136,7 @@ def _cell(values: Sequence[Any]) -> str:
 
 
 def written(folder: Path, recipe: Recipe, expected: Expected) -> str:
-    """Return the text between the marks of README.md: claims and verdicts, the table, the machine."""
+    """Return the text between the marks of README.md: claims and verdicts, plot, tables, machine."""
     scales = read_result(folder)
     scale = telling(scales)
     rows = scales[scale]["rows"] if scale else []
@@ -143,45 +144,55 @@ def written(folder: Path, recipe: Recipe, expected: Expected) -> str:
     lines += [verdict_line(verdict, scale) for verdict in verdicts(folder, expected, scales)]
     parts = ["\n".join(lines)]
     if scale is None:
-        return "\n\n".join([*parts, "No scale but `smoke` was run yet."])
+        return "\n\n".join([*parts, "Only scale `smoke` has been run so far."])
     try:
         headers, table = cells(recipe, rows)
         measured_on = about(scales[scale], scale)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        raise ValueError(f"{folder / FILE} has rows that make no table: {error!r}") from error
-    rules = [":---"] * len(recipe.group) + ["---:"] * (len(headers) - len(recipe.group))
-    if recipe.table:
-        parts.append("\n".join(f"| {' | '.join(line)} |" for line in (headers, rules, *table)))
+        raise ValueError(f"{folder / FILE} has rows that do not fit the table: {error!r}") from error
     if (folder / PLOT).is_file():
         parts.append(f"![the result]({PLOT})")
-    parts.append(measured_on)
-    return "\n\n".join(parts)
+    if recipe.table:
+        parts += _tables(headers, table, len(recipe.group))
+    return "\n\n".join([*parts, measured_on])
+
+
+def _tables(headers: Sequence[str], lines: Sequence[Sequence[str]], labels: int) -> list[str]:
+    """Return the lines as tables of at most `COLUMNS` columns that repeat the first `labels` ones; fold long ones."""
+    places, width = range(labels, len(headers)), COLUMNS - labels
+    rules = [":---"] * labels + ["---:"] * len(places)
+    count = -(-len(places) // width)
+    parts = [[*range(labels), *places[len(places) * i // count : len(places) * (i + 1) // count]] for i in range(count)]
+    tables = ["\n".join(line(*(row[i] for i in part)) for row in (headers, rules, *lines)) for part in parts]
+    if len(lines) <= OPEN:
+        return tables
+    return [f"<details><summary>The table, {len(lines)} lines</summary>", *tables, "</details>"]
 
 
 def verdict_line(verdict: Verdict, scale: str | None) -> str:
-    """A claim as a line of a table; it names its scale where that is not the page's."""
+    """Return a claim as a line of a table, with its scale if that differs from `scale`."""
     return line(verdict.claim.says, verdict.claim.theirs, ours(verdict, scale), verdict.verdict)
 
 
 def ours(verdict: Verdict, scale: str | None) -> str:
-    """Our figures, with the scale where it is another than `scale`."""
+    """Return our figures for a claim, with their scale if it differs from `scale`."""
     return f"{verdict.ours} (scale {verdict.scale})" if verdict.scale not in ("", scale) else verdict.ours
 
 
 def line(*cells: str) -> str:
-    """A line of a table in Markdown."""
+    """Return a line of a Markdown table."""
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
 def about(values: dict[str, Any], scale: str) -> str:
-    """Return machine, versions, dates and commits of a scale's rows in a sentence."""
+    """Return the machine, versions, times and commits of a scale's rows as a sentence."""
     versions = values["versions"]
     where = " and ".join(dict.fromkeys(_named(machine) for machine in values["machines"]))
     torch = versions.get("torch", "?")
     dates = " to ".join(dict.fromkeys((values["dates"][0], values["dates"][-1])))
     missing = "" if values["done"] == values["units"] else f" ({values['done']} of {values['units']} units)"
     return (
-        f"Scale `{scale}`{missing}: {where}; torch {torch}; {values['seconds'] / 60:.0f} minutes of units in "
+        f"Scale `{scale}`{missing}: {where}; torch {torch}; {values['seconds'] / 60:.0f} minutes of work in "
         f"{values['processes']} process{'es' if values['processes'] > 1 else ''}; {dates}; "
         f"commit {', '.join(values['commits'])}."
     )
@@ -192,11 +203,11 @@ def _named(machine: dict[str, Any]) -> str:
 
 
 def rewrite_readme(folder: Path, text: str) -> None:
-    """Put `text` between the marks of README.md; `ValueError` where the marks are missing."""
+    """Put `text` between the marks of README.md. Raises `ValueError` if the marks are missing."""
     file = folder / README
     before = file.read_text(encoding="utf-8") if file.is_file() else ""
     if before.count(BEGIN) != 1 or before.count(END) != 1 or before.index(END) < before.index(BEGIN):
-        raise ValueError(f"{file} needs one line {BEGIN!r} and one line {END!r}, between which the result is written")
+        raise ValueError(f"{file} needs one line {BEGIN!r} and one line {END!r}: the result goes between them")
     head, rest = before.split(BEGIN)
     tail = rest.split(END)[1]
     write_atomically(file, f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}".encode())

@@ -1,4 +1,4 @@
-"""Units run in one or several processes; what each gave is kept, and the result is written as it comes."""
+"""Run units in one or several processes, and keep the rows of each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Finished = tuple[Unit, dict[str, Any]]
 
 
 class Runner:
-    """Runs units in `processes` processes, which last as long as it is open; in this one where one is enough."""
+    """Run units in a pool of `processes` processes; with one, in this process."""
 
     def __init__(self, processes: int) -> None:
         self.processes = processes
@@ -43,18 +43,21 @@ class Runner:
             self.pool.shutdown(wait=True, cancel_futures=True)
 
     def announce(self, units: Sequence[Unit]) -> None:
-        """Begin with what is not done of these units as soon as there is a process for them."""
+        """Queue those of the units that are not done."""
         for unit in units:
             if self.pool is not None and unit.folder not in self.waiting and kept(unit) is None:
                 try:
                     self.waiting[unit.folder] = self.pool.submit(work, unit)
-                except BrokenProcessPool:  # a process was killed: others are made
+                except BrokenProcessPool:  # a process was killed, and the pool accepts nothing more
                     self.pool = _pool(self.processes)
                     assert self.pool is not None
                     self.waiting[unit.folder] = self.pool.submit(work, unit)
 
     def run(self, units: Sequence[Unit], told: Callable[[str], None]) -> Iterator[Finished]:
-        """Each unit with what is known of it, as they end: `rows`, or `failed` with a message. Done ones come first."""
+        """Yield each unit with a dictionary that has `rows`, or `failed` with a message; units done before come first.
+
+        `told` receives a line of progress for each unit that ran.
+        """
         todo = []
         for unit in units:
             found = None if unit.folder in self.waiting else kept(unit)
@@ -89,11 +92,11 @@ def _pool(processes: int) -> ProcessPoolExecutor | None:
 
 
 def _found(future: Future[dict[str, Any]]) -> dict[str, Any]:
-    """Return what a unit gave; where its process was killed, a failure."""
+    """Return a unit's outcome; a killed process counts as a failure."""
     try:
         return future.result()
     except BrokenProcessPool as error:
-        return {"failed": f"a process was killed, perhaps for want of memory: {error}"}
+        return {"failed": f"a process was killed, perhaps for lack of memory: {error}"}
 
 
 def _begin() -> None:
@@ -101,7 +104,7 @@ def _begin() -> None:
 
 
 def work(unit: Unit) -> dict[str, Any]:
-    """Run a unit and keep what it gave. A unit that fails says how; it is run again the next time."""
+    """Run a unit and save its rows. A failed unit saves its traceback instead, and runs again the next time."""
     folder = Path(unit.folder)
     _clear(folder, unit)
     before, begin = torch.get_num_threads(), time.perf_counter()
@@ -137,7 +140,7 @@ def _rows(unit: Unit) -> list[Row]:
 
 
 def _clear(folder: Path, unit: Unit) -> None:
-    """Make the folder, empty unless what is in it is of the same training."""
+    """Create the unit's folder, and empty it unless it holds the same training."""
     begun = folder / BEGUN
     same = begun.is_file() and begun.read_text(encoding="utf-8").strip() == unit.training
     if not same:
@@ -147,5 +150,5 @@ def _clear(folder: Path, unit: Unit) -> None:
 
 
 def default_processes(alone: bool, scale: str) -> int:
-    """As many as there are cores, one where times are measured or a GPU computes."""
+    """Return the number of cores, or 1 if times are measured (`alone`) or the scale runs on a GPU."""
     return 1 if alone or (scale in ON_A_GPU and torch.cuda.is_available()) else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""A unit that is a training run: trained for each budget, measured, put into rows."""
+"""Units of kind train: train for each budget, measure, return rows."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from subquad.training import RunResult, TrainConfig, train
 from subquad.training.progress import read_metrics
 
 DECAY = 0.2
-"""The share of a budget's steps over which the learning rate falls, where one trunk serves several budgets."""
+"""Last share of a budget's steps in which the learning rate falls, if one trunk serves several budgets."""
 QUIET = {"run": {"eval_every": 0, "log_every": 50, "keep": 1}}
-"""What no experiment needs unless its recipe says so."""
+"""Run settings of all experiments, which a recipe may override."""
 Measure = Callable[[RunResult, Unit], Row | list[Row]]
 
 
 class InterruptedRunError(RuntimeError):
-    """The run was told to stop; it goes on when it is started again."""
+    """The run was told to stop; starting it again continues it."""
 
 
 def train_config(unit: Unit, settings: dict[str, Any] | None = None, **run: Any) -> TrainConfig:
-    """The unit's settings as a training configuration. Raises as `TrainConfig.from_dict`."""
+    """Return the unit's settings as a training configuration. Raises as `TrainConfig.from_dict` does."""
     given = unit.settings if settings is None else settings
     steps = merged(QUIET, given).get("run", {}).get("steps", 1000)
     own = {
@@ -51,27 +51,27 @@ def train_config(unit: Unit, settings: dict[str, Any] | None = None, **run: Any)
 
 
 def predicted_tokens(config: TrainConfig) -> int:
-    """Tokens that one step of a language model predicts."""
+    """Return the number of tokens that a language model predicts in one step."""
     labels = options_of(config.model).window_labels(config.batch.length)
     return labels * config.batch.size * config.batch.accumulation
 
 
 def step_flops(config: TrainConfig) -> int:
-    """FLOPs of one step, forward and backward, counted on the meta device."""
+    """Return the FLOPs of one step, forward and backward, counted on the meta device."""
     windows = config.batch.size * config.batch.accumulation
     return windows * _window_flops(json.dumps(config.model.to_dict()), config.batch.length)
 
 
 @cache
 def _window_flops(model: str, length: int) -> int:
-    """Counted once for each model: an experiment's arms share a reference."""
+    """Count the FLOPs of one window; cached, because an experiment's arms share a reference."""
     with torch.device("meta"):
         cost = build_model(DecoderConfig.from_dict(json.loads(model))).cost(length)
     return cost.mixing_flops + cost.projection_flops + cost.backward_flops
 
 
 def budget_steps(unit: Unit) -> dict[str, int]:
-    """The steps of each budget: those of the settings, or as many as cost what the reference's cost."""
+    """Return the steps of each budget: the reference's steps, or as many as match its predicted tokens or FLOPs."""
     own = train_config(unit)
     if set(unit.budgets) == {"steps"}:
         return {"steps": own.run.steps}
@@ -84,7 +84,7 @@ def budget_steps(unit: Unit) -> dict[str, int]:
 
 
 def train_unit(unit: Unit) -> list[Row]:
-    """Train and measure; a row for each budget. Raises `InterruptedRunError` where the run was told to stop."""
+    """Train and measure; return a row for each budget. Raises `InterruptedRunError` if the run was told to stop."""
     budgets = budget_steps(unit)
     if len(budgets) == 1:
         ((name, steps),) = budgets.items()
@@ -100,7 +100,7 @@ def train_unit(unit: Unit) -> list[Row]:
         trunk, fork = folder / "run", folder / f"run-{steps}"
         constant = merged(unit.settings, {"schedule": {"kind": "constant"}})
         falling = merged(unit.settings, {"schedule": {"kind": "wsd", "decay_fraction": DECAY}})
-        if not fork.is_dir():  # else the trunk may have gone on beyond this budget
+        if not fork.is_dir():  # otherwise the trunk may already be past this budget
             _trained(train_config(unit, constant, steps=begin, save_every=begin))
             _fork(trunk, fork)
         config = train_config(unit, falling, steps=steps, folder=str(fork), save_every=steps)
@@ -110,7 +110,7 @@ def train_unit(unit: Unit) -> list[Row]:
 
 
 def _fork(trunk: Path, fork: Path) -> None:
-    """A copy of the run with its checkpoint, to go on with in another way."""
+    """Copy the run with its checkpoint, so that it can continue with another schedule."""
     draft = fork.with_name(f".{fork.name}")
     shutil.rmtree(draft, ignore_errors=True)
     shutil.copytree(trunk, draft)
@@ -125,7 +125,7 @@ def _trained(config: TrainConfig) -> RunResult:
 
 
 def _measured(unit: Unit, config: TrainConfig, budget: dict[str, int]) -> list[Row]:
-    """Train, and give the rows of one budget."""
+    """Train for one budget and return its rows."""
     ((name, steps),) = budget.items()
     result = _trained(config)
     row: Row = {"steps": steps, "parameters": result.parameters, "step_seconds": _step_seconds(result)}
@@ -143,14 +143,14 @@ def _measured(unit: Unit, config: TrainConfig, budget: dict[str, int]) -> list[R
 
 
 def _step_seconds(result: RunResult) -> float:
-    """Mean seconds of a training step of the process that trained last."""
+    """Return the mean seconds per training step of the last process that trained."""
     speeds = [record["tokens_per_s"] for record in read_metrics(result.folder) if record.get("tokens_per_s")]
     speed = result.tokens_per_second or (speeds[-1] if speeds else float("nan"))
     return result.config.step_tokens / speed
 
 
 def _held_out(result: RunResult, held: Held) -> Row:
-    """Measure the held-out data in the task's own way."""
+    """Measure the model on held-out data with the metrics of its task."""
     if result.config.reads_text:
         return _text(result, held)
     with (result.folder / "log.txt").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
@@ -161,7 +161,7 @@ def _held_out(result: RunResult, held: Held) -> Row:
 
 
 def _text(result: RunResult, held: Held) -> Row:
-    """Nats a token, bits per byte, and perplexity per token and per word, of the held-out text."""
+    """Return nats per token, bits per byte, and perplexity per token and per word on the held-out text."""
     assert isinstance(result.corpus, Corpus)
     shard, tokenizer = result.corpus.held_out, result.corpus.tokenizer
     tokens = shard.tokens[: held.tokens]

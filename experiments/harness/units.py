@@ -1,4 +1,4 @@
-"""Units: an experiment runs them one by one. One arm, one seed."""
+"""Units of work: one arm of an experiment with one seed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CODE = "experiment.py"
 DONE, BEGUN = "unit.json", "begun.txt"
 ON_A_GPU = ("gpu", "paper")
 MEASURES = ("run", "measure")
-"""The functions of an experiment's code that make rows; what else is in it judges and draws them."""
+"""Functions of `experiment.py` that produce rows; its other functions judge and draw them."""
 
 
 @dataclass(frozen=True)
@@ -29,35 +29,35 @@ class Unit:
     """One arm of an experiment with one seed."""
 
     experiment: str
-    """The experiment's folder."""
+    """Path of the experiment's folder."""
     scale: str
     arm: str
     seed: int
     labels: dict[str, Any]
     settings: dict[str, Any]
-    """The recipe's, with the paths of the data filled in."""
+    """Settings from the recipe, with data paths filled in."""
     folder: str
-    """Where the unit keeps what it makes: it is gone on with after an interruption."""
+    """Folder of the unit's files, from which an interrupted unit continues."""
     kind: str
-    """What runs it: train or measure."""
+    """train or measure."""
     identity: str
-    """Differs when anything that the unit computes differs, the code that measures too; paths are left out."""
+    """Hash of everything that affects the rows: settings and measuring code, but no paths."""
     training: str
-    """Differs when what is trained differs: what is in the folder can be gone on with where it does not."""
+    """Hash of everything that affects the training; if it is unchanged, the folder's run can be continued."""
     reference: dict[str, Any] | None = None
-    """The settings of the arm that the budgets are counted from."""
+    """Settings of the arm that sets the budgets."""
     budgets: tuple[str, ...] = ("steps",)
     held: dict[str, Any] | None = None
     threads: int = 1
 
     @property
     def name(self) -> str:
-        """The arm and the seed."""
+        """Return the arm and the seed as text."""
         return f"{self.arm}, seed {self.seed}"
 
     @property
     def device(self) -> str:
-        """The GPU, where there is one and the scale is meant for it; else the CPU."""
+        """Return "cuda" if a GPU is available and the scale is meant for one, else "cpu"."""
         return "cuda" if self.scale in ON_A_GPU and torch.cuda.is_available() else "cpu"
 
 
@@ -70,9 +70,9 @@ def units_of(
     data: Mapping[str, str],
     threads: int = 1,
 ) -> list[Unit]:
-    """The units of a scale, the seeds one after another, so that early results have all arms.
+    """Return the units of a scale, ordered by seed so that early results cover all arms.
 
-    Raises `ValueError` or `FileNotFoundError` for data that is not there.
+    Raises `ValueError` or `FileNotFoundError` for missing data.
     """
     chosen, arms = recipe.scale(scale), recipe.arms_of(scale)
 
@@ -112,7 +112,7 @@ def units_of(
 
 
 def _with_paths(values: Any, data: Mapping[str, str], paths: dict[str, str]) -> Any:
-    """The values with each `@NAME/...` replaced by the path that it stands for; `paths` keeps those that are known."""
+    """Replace each `@NAME/...` in `values` by its path; `paths` caches the paths found."""
     if isinstance(values, dict):
         return {key: _with_paths(value, data, paths) for key, value in values.items()}
     if isinstance(values, list):
@@ -125,7 +125,7 @@ def _with_paths(values: Any, data: Mapping[str, str], paths: dict[str, str]) -> 
 
 
 def code(experiment: Path) -> ModuleType | None:
-    """The experiment's own code, where it has some."""
+    """Import the experiment's `experiment.py`, or return None if it has none."""
     file = experiment / CODE
     if not file.is_file():
         return None
@@ -138,7 +138,7 @@ def code(experiment: Path) -> ModuleType | None:
 
 
 def measuring_code(experiment: Path) -> str:
-    """The part of the experiment's own code that makes rows: `run`, `measure` and what they use, without docstrings."""
+    """Return the source of `run`, `measure` and what they use in `experiment.py`, without docstrings and comments."""
     file = experiment / CODE
     if not file.is_file():
         return ""
@@ -166,13 +166,13 @@ def _without_docstrings(node: ast.stmt) -> ast.stmt:
 
 
 def function(experiment: Path, name: str) -> Callable[..., Any] | None:
-    """A function of the experiment's own code, where it has one of that name."""
+    """Return the function called `name` of `experiment.py`, or None."""
     found = getattr(code(experiment), name, None)
     return found if callable(found) else None
 
 
 def kept(unit: Unit) -> dict[str, Any] | None:
-    """Return the kept rows of a unit that was done with these settings, or None."""
+    """Return the saved outcome of the unit if its identity is unchanged, else None."""
     file = Path(unit.folder) / DONE
     if not file.is_file():
         return None
@@ -184,5 +184,5 @@ def kept(unit: Unit) -> dict[str, Any] | None:
 
 
 def held_of(unit: Unit) -> Held:
-    """Return the settings of the measurement of language models."""
+    """Return how the unit's language model is measured."""
     return Held.from_dict(unit.held or {})

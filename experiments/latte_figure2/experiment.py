@@ -1,4 +1,4 @@
-"""Forms of Latte beside attention over the length, side by side in one process, and where Latte becomes faster.
+"""Time and memory of Latte and attention over the length, side by side in one process, and where Latte becomes faster.
 
 Shape letters: B batch, H heads, T tokens, D channels of a head, L latents of a head.
 """
@@ -29,7 +29,7 @@ Calls = dict[tuple[str, int], Callable[[], Tensor]]
 
 
 def operators(s: dict[str, Any], T: int) -> Calls:
-    """Each form with each number of latents (0: attention has none), forward, on random inputs."""
+    """Return a forward call on random inputs for each form and number of latents (0 for attention)."""
     torch.manual_seed(0)
     H, D, device, dtype = s["heads"], s["channels"], s["device"], getattr(torch, s["dtype"])
     q, k, v = (torch.randn(s["batch"], H, T, D, device=device, dtype=dtype) for _ in range(3))
@@ -51,17 +51,17 @@ def operators(s: dict[str, Any], T: int) -> Calls:
 
 
 def latte(p_BHTL: Tensor, logits_BHTL: Tensor, v_BHTD: Tensor, backend: str | None) -> Tensor:
-    """The causal form under a running maximum."""
+    """Return causal Latte with a running maximum."""
     return running_softmax(p_BHTL, logits_BHTL, v_BHTD, backend=backend).out
 
 
 def bidirectional(p_BHTL: Tensor, logits_BHTL: Tensor, v_BHTD: Tensor) -> Tensor:
-    """Equation 9."""
+    """Return bidirectional Latte (equation 9)."""
     return p_BHTL @ (logits_BHTL.softmax(-2).mT @ v_BHTD)
 
 
 def naive(p_BHTL: Tensor, logits_BHTL: Tensor, v_BHTD: Tensor) -> Tensor:
-    """Equations 15 to 17 with all sums at once, in float32, without a maximum: the `[T, L, D]` sums are kept."""
+    """Return causal Latte by equations 15 to 17 in float32, without a maximum, keeping all `[T, L, D]` sums."""
     e_BHTL = logits_BHTL.float().exp()
     beta_BHTLD = (e_BHTL[..., None] * v_BHTD.float()[..., None, :]).cumsum(2)
     return ((p_BHTL / e_BHTL.cumsum(-2))[..., None, :] @ beta_BHTLD).squeeze(-2).to(v_BHTD.dtype)
@@ -69,7 +69,7 @@ def naive(p_BHTL: Tensor, logits_BHTL: Tensor, v_BHTD: Tensor) -> Tensor:
 
 @torch.no_grad()
 def run(unit: Unit) -> list[dict[str, Any]]:
-    """All forms at each length, in turns."""
+    """Time all forms in turns at each length."""
     s, rows = unit.settings, []
     keep_freed_memory()
     for T in s["tokens"]:
@@ -91,17 +91,17 @@ def run(unit: Unit) -> list[dict[str, Any]]:
 
 
 def mean(rows: list[dict[str, Any]], form: str, latents: int, name: str = "times_faster") -> dict[int, float]:
-    """Over the seeds, by length."""
+    """Return the mean of a column over the seeds, by length."""
     return means(rows, "tokens", name, form=form, latents=latents)
 
 
 def latents_of(rows: list[dict[str, Any]]) -> list[int]:
-    """Numbers of latents, without attention's 0."""
+    """Return the numbers of latents without attention's 0."""
     return sorted({row["latents"] for row in rows} - {0})
 
 
 def claim_crossover(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """For each number of latents, the length from which causal Latte beats fused causal attention."""
+    """Find the length from which causal Latte beats fused causal attention, for each number of latents."""
     found = {latents: mean(rows, OURS, latents) for latents in latents_of(rows)}
     if not found:
         return None
@@ -110,7 +110,7 @@ def claim_crossover(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
 
 
 def claim_beats_rabe_staats(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """At every length and number of latents."""
+    """Compare with Rabe and Staats's attention at every length and number of latents."""
     base = mean(rows, "attention, Rabe-Staats", 0, "ms")
     ratios = {(n, T): base[T] / ms for n in latents_of(rows) for T, ms in mean(rows, OURS, n, "ms").items()}
     if not ratios:
@@ -122,7 +122,7 @@ def claim_beats_rabe_staats(rows: list[dict[str, Any]]) -> tuple[str, str] | Non
 
 
 def claim_linear(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """Times over the two longest lengths: exponents of 1 for Latte and 2 for attention, at most 0.25 off."""
+    """Check that times over the two longest lengths have exponents of 1 (Latte) and 2 (attention), within 0.25."""
     shown, holds = [], True
     for form, latents, order in ((OURS, min(latents_of(rows)), 1), (OURS, max(latents_of(rows)), 1), (BASE, 0, 2)):
         ms = mean(rows, form, latents, "ms")
@@ -134,7 +134,7 @@ def claim_linear(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
 
 
 def claim_naive_memory(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """The peak of the naive form over that of the chunks and of the scan, at the longest length that all have."""
+    """Check that the naive form needs over twice the memory of chunks and scan at the longest common length."""
     latents = max(latents_of(rows))
     peaks = [mean(rows, f"latte, {name}", latents, "peak_mib") for name in ("naive", "chunked", "token by token")]
     T = max(set(peaks[0]) & set(peaks[1]) & set(peaks[2]))

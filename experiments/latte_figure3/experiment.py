@@ -1,4 +1,4 @@
-"""Loss curves: one row for each evaluation during training."""
+"""Loss curves, with one row for each evaluation during training."""
 
 import math
 import statistics
@@ -13,7 +13,7 @@ from subquad.training.progress import read_metrics
 
 
 def measure(result: RunResult, unit: Unit) -> list[Row]:
-    """Held-out loss over steps, and over seconds of training steps: evaluations are left out of those."""
+    """Return the held-out loss over steps and over seconds of training, which leave out evaluations."""
     records = read_metrics(result.folder)
     seconds = {record["step"]: record["seconds"] for record in records if "seconds" in record}
     return [
@@ -24,7 +24,7 @@ def measure(result: RunResult, unit: Unit) -> list[Row]:
 
 
 def claim_curves(rows: list[Row]) -> tuple[str, str] | None:
-    """Attention's curve lies below Latte's at every evaluation of the second half."""
+    """Check that attention is below Latte at every evaluation in the second half of the training."""
     steps = sorted({row["step"] for row in rows})
     found = [_gap(rows, step) for step in steps[len(steps) // 2 :]]
     known = [(step, margin) for step, margin in found if margin is not None]
@@ -36,7 +36,7 @@ def claim_curves(rows: list[Row]) -> tuple[str, str] | None:
 
 
 def claim_distance(rows: list[Row]) -> tuple[str, str] | None:
-    """The distance at the end against that in the middle of the training."""
+    """Compare the distance at the end with that in the middle of the training."""
     steps = sorted({row["step"] for row in rows})
     if len(steps) < 2:
         return None
@@ -48,7 +48,7 @@ def claim_distance(rows: list[Row]) -> tuple[str, str] | None:
 
 
 def claim_seconds(rows: list[Row]) -> tuple[str, str] | None:
-    """Loss of both after as many seconds as Latte's whole training took, attention's read off its curve."""
+    """Compare the losses after the seconds of the shorter training, interpolating the other curve."""
     seeds = sorted({row["seed"] for row in rows})
     gaps = []
     for seed in seeds:
@@ -66,7 +66,7 @@ def claim_seconds(rows: list[Row]) -> tuple[str, str] | None:
 
 
 def draw(figure: Figure, rows: list[Row]) -> None:
-    """A line for each run, over steps and over seconds."""
+    """Draw a line for each run, over steps and over seconds."""
     figure.set_size_inches(9.6, 4.2)
     for axis, x, name in zip(figure.subplots(1, 2), ("step", "seconds"), ("step", "seconds of training"), strict=True):
         for color, mechanism in zip(COLORS, dict.fromkeys(row["mechanism"] for row in rows), strict=False):
@@ -75,13 +75,13 @@ def draw(figure: Figure, rows: list[Row]) -> None:
                 points = [(row[x], row["held_out_loss"]) for row in same]
                 label = mechanism if index == 0 else None
                 axis.plot(*zip(*points, strict=True), color=color, marker=".", linewidth=1.2, label=label)
-        axis.set(xlabel=name, ylabel="held-out loss in nats a token")
+        axis.set(xlabel=name, ylabel="held-out loss in nats per token")
         axis.grid(alpha=0.3)
         axis.legend(frameon=False)
 
 
 def _gap(rows: list[Row], step: int) -> tuple[int, Margin | None]:
-    """Latte's loss minus attention's after a step; None where one is missing. The noise is that of all steps."""
+    """Return Latte's loss minus attention's after a step (None if one is missing), with the noise of all steps."""
     same = select(rows, {"step": step})
     latte, attention = (select(same, {"mechanism": name}) for name in ("Latte", "attention"))
     found = difference(latte, attention, "held_out_loss", _noise(rows))
@@ -89,7 +89,7 @@ def _gap(rows: list[Row], step: int) -> tuple[int, Margin | None]:
 
 
 def _noise(rows: list[Row]) -> Noise:
-    """Between seeds at each step; neighbouring steps of a run are alike, so the freedom is that of the runs."""
+    """Pool the noise between seeds over steps; as these are correlated, only runs count as degrees of freedom."""
     noise = pooled(rows, "held_out_loss")
     runs = {(row["mechanism"], row["seed"]) for row in rows}
     return Noise(noise.deviation, len(runs) - len({mechanism for mechanism, _ in runs}))
@@ -100,7 +100,7 @@ def _curve(rows: list[Row]) -> list[tuple[float, float]]:
 
 
 def _at(curve: list[tuple[float, float]], second: float) -> float:
-    """The loss at that second, on the straight line between two evaluations."""
+    """Return the loss at that second, interpolated linearly between two evaluations."""
     before, after = ([point for point in curve if keep(point[0])] for keep in (second.__ge__, second.__le__))
     if not before or not after:
         return (before or after)[-1 if before else 0][1]

@@ -1,4 +1,4 @@
-"""Causal Latte over the number of latents at one length, beside fused attention and Rabe and Staats's."""
+"""Causal Latte over the number of latents at one length, compared with fused attention and Rabe and Staats's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMS |= {("latte", False): LATTE, ("latte", True): SCAN}
 
 
 def run(unit: Unit) -> list[dict[str, Any]]:
-    """All operators in turns, in one process."""
+    """Time all operators in turns in one process."""
     s = unit.settings
     config = OpsConfig.from_dict({**s["bench"], "latents": [n // s["bench"]["heads"] for n in s["latents"]]})
     rows = []
@@ -36,12 +36,12 @@ def run(unit: Unit) -> list[dict[str, Any]]:
 
 
 def mean(rows: list[dict[str, Any]], form: str, which: str, name: str) -> dict[int, float]:
-    """Over the seeds, by the number of latents (0: attention)."""
+    """Return the mean of a column over the seeds, by number of latents (0: attention)."""
     return means(rows, "latents", name, form=form, **{"pass": which})
 
 
 def compared(rows: list[dict[str, Any]], other: str, name: str, latte: str = LATTE) -> dict[str, dict[int, float]]:
-    """The other's time or memory over that of a form of Latte, by pass and number of latents."""
+    """Return the other operator's time or memory relative to Latte's, by pass and number of latents."""
     found = {}
     for which in dict.fromkeys(row["pass"] for row in rows):
         base = mean(rows, other, which, name)
@@ -51,7 +51,7 @@ def compared(rows: list[dict[str, Any]], other: str, name: str, latte: str = LAT
 
 
 def shown(ratios: dict[str, dict[int, float]]) -> str:
-    """Each pass's ratios."""
+    """Format the ratios of each pass."""
     return "; ".join(
         f"{which.replace('_', ' + ')}: " + ", ".join(f"L {n}: {ratio:.2f}" for n, ratio in by.items())
         for which, by in ratios.items()
@@ -59,14 +59,14 @@ def shown(ratios: dict[str, dict[int, float]]) -> str:
 
 
 def claim_beats_rabe_staats(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """At every number of latents, forward and backward."""
+    """Compare with Rabe and Staats's attention at every number of latents, forward and backward."""
     ratios = compared(rows, CHUNKS, "ms")
     faster = [ratio > 1 for by in ratios.values() for ratio in by.values()]
     return ((HOLDS if all(faster) else FAILS), f"times faster, {shown(ratios)}") if faster else None
 
 
 def claim_slower_than_standard(rows: list[dict[str, Any]], latte: str = LATTE) -> tuple[str, str] | None:
-    """With the most latents, against fused attention: slower in each pass."""
+    """Check that Latte with the most latents is slower than fused attention in each pass."""
     ratios = compared(rows, FUSED, "ms", latte)
     slower = [by[max(by)] < 1 for by in ratios.values()]
     return ((HOLDS if all(slower) else FAILS), f"times faster, {shown(ratios)}") if slower else None
@@ -76,7 +76,7 @@ claim_scan_slower_than_standard = partial(claim_slower_than_standard, latte=SCAN
 
 
 def claim_grows_with_latents(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """Time and memory with the most latents over those with the fewest: more, and at most in proportion."""
+    """Check that time and memory grow from the fewest to the most latents, at most in proportion."""
     parts, holds = [], True
     for which in dict.fromkeys(row["pass"] for row in rows):
         for name, noun in (("ms", "time"), ("peak_mib", "memory")):
@@ -91,7 +91,7 @@ def claim_grows_with_latents(rows: list[dict[str, Any]]) -> tuple[str, str] | No
 
 
 def claim_memory(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """Peak memory of a pass, Rabe and Staats's over Latte's."""
+    """Compare the peak memory of Rabe and Staats's attention with Latte's in each pass."""
     ratios = compared(rows, CHUNKS, "peak_mib")
     less = [ratio > 1 for by in ratios.values() for ratio in by.values()]
     return ((HOLDS if all(less) else FAILS), f"times less, {shown(ratios)}") if less else None

@@ -1,6 +1,6 @@
-"""Ways to sum exponentials of logits that grow, against the definition in float64: errors, gradients, causality.
+"""Compare ways to sum exponentials of growing logits with the definition in float64: errors, gradients, causality.
 
-Shape letters: B batch, H heads, T tokens, S tokens that are summed, D channels, L latents.
+Shape letters: B batch, H heads, T tokens, S summed tokens, D channels, L latents.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from subquad.ops import running_softmax
 
 Method = Callable[[Tensor, Tensor, Tensor], Tensor]
 LARGEST = 10_000.0
-"""Where the search for the first logits that a method cannot take ends."""
+"""Largest logits that the search for a method's limit tries."""
 ROUNDINGS = 32
-"""An error of so many roundings of the dtype, relative to the largest output, is none."""
+"""Error that counts as exact, in roundings of the dtype relative to the largest output."""
 
 
 def sums(p_BHTL: Tensor, logits_BHTL: Tensor, v_BHTD: Tensor, *, maximum: bool) -> Tensor:
-    """Equations 15 to 17 by cumulative sums in the dtype; with `maximum`, that of the whole sequence is subtracted."""
+    """Compute equations 15 to 17 by cumulative sums in the dtype; `maximum` first subtracts the whole sequence's."""
     if maximum:
         logits_BHTL = logits_BHTL - logits_BHTL.amax(-2, keepdim=True)
     e_BHTL = logits_BHTL.exp()
@@ -34,12 +34,12 @@ def sums(p_BHTL: Tensor, logits_BHTL: Tensor, v_BHTD: Tensor, *, maximum: bool) 
 
 
 def running(p_BHTL: Tensor, logits_BHTL: Tensor, v_BHTD: Tensor, *, backend: str | None = None) -> Tensor:
-    """The library's."""
+    """Compute the library's sums with a running maximum."""
     return running_softmax(p_BHTL, logits_BHTL, v_BHTD, backend=backend).out
 
 
 def defined(p_BHTL: Tensor, logits_BHTL: Tensor, v_BHTD: Tensor) -> Tensor:
-    """`sum_l p(l | t) sum_s softmax_{s <= t}(logits_sl) v_s`, every weight by itself."""
+    """Compute `sum_l p(l | t) sum_s softmax_{s <= t}(logits_sl) v_s` from every single weight."""
     T = logits_BHTL.shape[2]
     future_TS1 = torch.ones(T, T, dtype=torch.bool, device=v_BHTD.device).triu(1)[..., None]
     weights_BHTSL = logits_BHTL[:, :, None].expand(-1, -1, T, -1, -1).masked_fill(future_TS1, -torch.inf).softmax(-2)
@@ -55,7 +55,7 @@ METHODS: dict[str, Method] = {
 
 
 def inputs(s: dict[str, Any], shape: str, size: float, dtype: torch.dtype, seed: int) -> list[Tensor]:
-    """p, logits and values; the logits rise from -size to size, fall back from there, are all low, or random."""
+    """Return p, logits and values; the logits rise from -size to size, fall, are all low, or are random."""
     torch.manual_seed(seed)
     T, L, device = s["tokens"], s["latents"], s["device"]
     p, noise, v = (torch.randn(1, 2, T, n, device=device, dtype=torch.float64) for n in (L, L, s["channels"]))
@@ -65,7 +65,7 @@ def inputs(s: dict[str, Any], shape: str, size: float, dtype: torch.dtype, seed:
 
 
 def run(unit: Unit) -> list[dict[str, Any]]:
-    """A row for each kind of logits, their size, the dtype and the method; and the first size that does not work."""
+    """Return a row for each kind and size of logits, dtype and method, and each method's limit."""
     s, rows = unit.settings, []
     for dtype in s["dtypes"]:
         for name, method in METHODS.items():
@@ -80,7 +80,7 @@ def run(unit: Unit) -> list[dict[str, Any]]:
 
 
 def judged(given: list[Tensor], method: Method) -> dict[str, Any]:
-    """Errors of outputs and gradients relative to the largest; None where they are not finite."""
+    """Return errors of outputs and gradients relative to the largest value (None if not finite), and causality."""
     wide = [x.detach().double().requires_grad_() for x in given]
     exact, out = defined(*wide), method(*given)
     g = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.device)
@@ -101,14 +101,14 @@ def judged(given: list[Tensor], method: Method) -> dict[str, Any]:
 
 
 def error(found: Tensor, right: Tensor) -> float | None:
-    """The largest, relative to the largest value."""
+    """Return the largest error relative to the largest value, or None if it is not finite."""
     worst = (found.double() - right.double()).abs().amax() / right.double().abs().amax()
     return worst.item() if worst.isfinite() else None
 
 
 @torch.no_grad()
 def limit(make: Callable[..., list[Tensor]], method: Method) -> float | None:
-    """The size of logits from which outputs are no longer finite, by bisection; None where there is none."""
+    """Find by bisection the size of logits at which outputs stop being finite; None if they are up to `LARGEST`."""
 
     def works(size: float) -> bool:
         return bool(method(*make(size=size)).isfinite().all())
@@ -123,12 +123,12 @@ def limit(make: Callable[..., list[Tensor]], method: Method) -> float | None:
 
 
 def cases(rows: list[dict[str, Any]], kind: str, **labels: Any) -> list[dict[str, Any]]:
-    """The rows of a kind that have these labels."""
+    """Return the rows of a kind with these labels."""
     return [row for row in rows if row["row"] == kind and all(row[name] == value for name, value in labels.items())]
 
 
 def limits(rows: list[dict[str, Any]], method: str, logits: str) -> str:
-    """The first sizes that do not work, mean over the seeds, by dtype."""
+    """Format the mean limits of a method by dtype."""
     parts = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         found = [row["limit"] for row in cases(rows, "limit", method=method, logits=logits, dtype=dtype)]
@@ -138,7 +138,7 @@ def limits(rows: list[dict[str, Any]], method: str, logits: str) -> str:
 
 
 def claim_overflow(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """Without a maximum: the size of rising logits from which outputs are NaN or inf; in float32 between 78 and 89."""
+    """Check that without a maximum, rising logits in float32 fail between 78 and 89."""
     found = [row["limit"] for row in cases(rows, "limit", method="no maximum", logits="rising", dtype="float32")]
     if not found:
         return None
@@ -148,7 +148,7 @@ def claim_overflow(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
 
 
 def claim_global_underflow(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """With the whole sequence's maximum: rising logits, whose first tokens are far below it."""
+    """Check that with the whole sequence's maximum, rising logits fail: the first tokens are far below it."""
     found = cases(rows, "limit", method="global maximum", logits="rising")
     if not found:
         return None
@@ -157,7 +157,7 @@ def claim_global_underflow(rows: list[dict[str, Any]]) -> tuple[str, str] | None
 
 
 def claim_running_is_exact(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """All kinds and sizes of logits and all dtypes: outputs within roundings, gradients finite."""
+    """Check that outputs are within `ROUNDINGS` and gradients finite for all kinds and sizes of logits and dtypes."""
     found = [row for row in cases(rows, "case") if row["method"].startswith("running")]
     if not found:
         return None
@@ -172,7 +172,7 @@ def claim_running_is_exact(rows: list[dict[str, Any]]) -> tuple[str, str] | None
 
 
 def claim_past(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """Twice the largest logit at the last token: in how many cases the outputs before it stay the same bit by bit."""
+    """Count the cases in which doubling the largest logit, at the last token, leaves every earlier bit unchanged."""
     shown, same = [], {}
     for name in METHODS:
         found = cases(rows, "case", method=name)

@@ -1,4 +1,4 @@
-"""Time and peak memory of each form of the paper's Table 1, over the tokens T and over the latents L, and their slopes.
+"""Time and peak memory of each form of the paper's Table 1 over tokens T and latents L, and their slopes.
 
 Shape letters: H heads, T tokens, D channels of a head, L latents of a head.
 """
@@ -26,11 +26,11 @@ from subquad.ops import block_attention, running_softmax
 from subquad.ops.patterns import Causal
 
 FITTED, WITHIN = 3, 0.25
-"""A slope is fitted to so many of the largest sizes, and is that of the printed order if it is no further off."""
+"""Number of largest sizes that a slope is fitted to, and by how much it may exceed the printed order."""
 
 
 def operator(form: str, H: int, T: int, D: int, L: int, device: str) -> Callable[[], Tensor]:
-    """One call of a form, forward, on random inputs in float32. Linformer and Performer are whole layers."""
+    """Return a forward call of a form on random float32 inputs. Linformer and Performer are whole layers."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, H, T, D, device=device) for _ in range(3))
     p, logits = torch.randn(1, H, T, L, device=device).softmax(-1), torch.randn(1, H, T, L, device=device)
@@ -54,7 +54,7 @@ def operator(form: str, H: int, T: int, D: int, L: int, device: str) -> Callable
 
 
 def vectorised(p_BHTL: Tensor, logits_BHTL: Tensor, v_BHTD: Tensor) -> Tensor:
-    """Equations 15 to 17 with all T sums at once: `[T, L, D]` is kept. The maximum is the whole sequence's."""
+    """Compute equations 15 to 17 with all sums `[T, L, D]` at once, after subtracting the whole sequence's maximum."""
     e_BHTL = (logits_BHTL - logits_BHTL.amax(-2, keepdim=True)).exp()
     gamma_BHTL = p_BHTL / e_BHTL.cumsum(-2)
     beta_BHTLD = (e_BHTL[..., None] * v_BHTD[..., None, :]).cumsum(2)
@@ -62,12 +62,12 @@ def vectorised(p_BHTL: Tensor, logits_BHTL: Tensor, v_BHTD: Tensor) -> Tensor:
 
 
 def soft(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention with its whole matrix of weights."""
+    """Compute attention with its whole matrix of weights."""
     return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
 
 
 def run(unit: Unit) -> list[dict[str, Any]]:
-    """The points of both sweeps, and the slopes over the largest sizes."""
+    """Return the points of both sweeps and the slopes over the largest sizes."""
     s, rows = unit.settings, []
     keep_freed_memory()
     for sweep, sizes in s["sweeps"].items():
@@ -87,7 +87,7 @@ def run(unit: Unit) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def times(calls: list[Callable[[], Tensor]], repeats: int) -> list[dict[str, float]]:
-    """Median, 20th and 80th percentile; the calls take turns, and the first turn does not count."""
+    """Return median, 20th and 80th percentile of each call's time; the calls take turns, after one uncounted turn."""
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats + 1):
         for call, taken in zip(calls, seconds, strict=True):
@@ -104,12 +104,12 @@ def times(calls: list[Callable[[], Tensor]], repeats: int) -> list[dict[str, flo
 
 @torch.no_grad()
 def memory(call: Callable[[], Tensor], device: str) -> float:
-    """MiB at the worst moment, the result among them, the inputs not."""
+    """Return the peak memory of a call in MiB, with its result and without its inputs."""
     return peak_bytes(call, device) / 2**20
 
 
 def judged(rows: list[dict[str, Any]], form: str, **orders: tuple[float, float]) -> tuple[str, str] | None:
-    """Whether the slopes, mean over the seeds, stay within the printed orders: (time, memory) in T and in L."""
+    """Check that the mean slopes stay within the printed orders, given as (time, memory) in T and in L."""
     shown, holds = [], True
     for sweep, printed in orders.items():
         fits = [row for row in rows if row["arm"] == form and row["row"] == "fit" and row["sweep"] == sweep]

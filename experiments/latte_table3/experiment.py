@@ -1,7 +1,8 @@
-"""Claims of the Latte paper's Table 3 that are more than one mean below another."""
+"""Measure n-gram baselines and judge the claims of the Latte paper's Table 3."""
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,27 +15,24 @@ from subquad.models.config import DecoderConfig
 from subquad.training import RunResult
 
 CLOSE = 1.10
-"""Latte's perplexity over attention's, where it still counts as close: the paper's are 1.081 and 1.086."""
+"""Ratio of Latte's and attention's perplexity that still counts as close: the paper's are 1.081 and 1.086."""
 LATTE = {"mechanism": "Latte", "latents": "L = D"}
 COUNTED, PRIOR = 3_000_000, 2.0
-"""Training tokens that are counted, and the weight of the shorter counts."""
+"""Number of training tokens for the n-gram counts, and the weight of the next lower order."""
 SINES = {"mechanism": "attention", "position": "sines"}
 
 
 def measure(result: RunResult, unit: Unit) -> Row:
-    """Nats a token that counts of one, two and three training tokens need: what a model of nothing further has."""
+    """Return the nats per token of unigram, bigram and trigram counts, as baselines."""
     corpus = result.corpus
-    held_N = np.asarray(
-        corpus.held_out.tokens[: (unit.held or {}).get("tokens")],
-        dtype=np.int64,
-    )
+    held_N = np.asarray(corpus.held_out.tokens[: (unit.held or {}).get("tokens")], dtype=np.int64)
     train_N = np.asarray(corpus.train.tokens[:COUNTED], dtype=np.int64)
     names = ("unigram", "bigram", "trigram")
     return dict(zip(names, ngrams(train_N, held_N, corpus.train.vocab_size), strict=True))
 
 
 def ngrams(train_N: np.ndarray, held_N: np.ndarray, tokens: int) -> list[float]:
-    """Mean nats of each order, which is `(count + A p) / (total + A)` with p of the order below and A = `PRIOR`."""
+    """Return the mean nats of each order: `(count + A p) / (total + A)` with p of the order below, A = `PRIOR`."""
     below_N, losses = np.full(len(held_N), 1 / tokens), []
     for order in range(3):
         count_N, total_N = (
@@ -46,57 +44,22 @@ def ngrams(train_N: np.ndarray, held_N: np.ndarray, tokens: int) -> list[float]:
 
 
 def _counted(train_N: np.ndarray, held_N: np.ndarray) -> np.ndarray:
-    """Count the occurrences of each of `held` in `train`."""
+    """Return how often each of `held_N` occurs in `train_N`."""
     values_N, counts_N = np.unique(train_N, return_counts=True)
     place_N = np.searchsorted(values_N, held_N).clip(max=len(values_N) - 1)
     return np.where(values_N[place_N] == held_N, counts_N[place_N], 0)
 
 
 def _keys(tokens_N: np.ndarray, tokens: int, order: int, own: bool) -> np.ndarray:
-    """A number for each token and the `order` before it; without `own`, for those before it alone."""
+    """Encode each token and the `order` tokens before it as a number; without `own`, only the tokens before it."""
     key_N = tokens_N[order:] if own else np.zeros(len(tokens_N) - order, dtype=np.int64)
     for back in range(1, order + 1):
         key_N = key_N + tokens_N[order - back : len(tokens_N) - back] * tokens**back
     return key_N
 
 
-def claim_attention_is_better(rows: list[Row]) -> tuple[str, str] | None:
-    """Attention with sines below Latte."""
-    return _lower(rows, SINES, LATTE)
-
-
-def claim_latents(rows: list[Row]) -> tuple[str, str] | None:
-    """Latte with many latents below Latte with few."""
-    return _lower(rows, LATTE, {"mechanism": "Latte", "latents": "L = D / 8"})
-
-
-def claim_a_window_does_better(rows: list[Row]) -> tuple[str, str] | None:
-    """A window below Latte."""
-    return _lower(rows, {"mechanism": "window of 64"}, LATTE)
-
-
-def claim_macchiato(rows: list[Row]) -> tuple[str, str] | None:
-    """Latte-Macchiato below Latte."""
-    return _lower(rows, {"mechanism": "Latte-Macchiato"}, LATTE)
-
-
-def claim_linear(rows: list[Row]) -> tuple[str, str] | None:
-    """Latte below linear attention."""
-    return _lower(rows, LATTE, {"mechanism": "linear attention"})
-
-
-def claim_latte_comes_close(rows: list[Row]) -> tuple[str, str] | None:
-    """Latte's perplexity at most CLOSE times that of attention with sines."""
-    return _close(rows, SINES)
-
-
-def claim_latte_comes_close_to_rope(rows: list[Row]) -> tuple[str, str] | None:
-    """The same with rotary positions."""
-    return _close(rows, {"mechanism": "attention", "position": "RoPE"})
-
-
 def _differences(rows: list[Row], left: Row, right: Row, metric: str) -> dict[str, Difference]:
-    """left - right in each corpus that has both: a scale need not have all."""
+    """Return left - right for each corpus that has both; a scale may lack a corpus."""
     noise = pooled(rows, metric)
     found = {}
     for corpus in dict.fromkeys(row["corpus"] for row in rows):
@@ -106,7 +69,7 @@ def _differences(rows: list[Row], left: Row, right: Row, metric: str) -> dict[st
 
 
 def _lower(rows: list[Row], left: Row, right: Row) -> tuple[str, str] | None:
-    """Whether the left rows need fewer bits than the right ones, in every corpus."""
+    """Check that the left rows need fewer bits than the right ones in every corpus."""
     found = _differences(rows, left, right, "bits_per_byte")
     if not found:
         return None
@@ -115,7 +78,7 @@ def _lower(rows: list[Row], left: Row, right: Row) -> tuple[str, str] | None:
 
 
 def _close(rows: list[Row], attention: Row) -> tuple[str, str] | None:
-    """Whether Latte is close in every corpus: a ratio of perplexities is a difference of losses."""
+    """Check that Latte is close in every corpus; a ratio of perplexities is a difference of losses."""
     found = _differences(rows, LATTE, attention, "loss")
     if not found:
         return None
@@ -127,23 +90,25 @@ def _close(rows: list[Row], attention: Row) -> tuple[str, str] | None:
         trigram = min((row["trigram"] for row in select(rows, {"corpus": corpus})), default=0.0)
         vacuous = vacuous or min(value.left, value.right) > trigram
     if vacuous:
-        return NOISE, f"{'; '.join(shown)}; but neither predicts better than counts of three tokens"
+        return NOISE, f"{'; '.join(shown)}; but neither predicts better than trigram counts"
     return judge([Margin(math.log(CLOSE) - v.value, v.error, v.freedom) for v in found.values()]), "; ".join(shown)
 
 
 def claim_bits_agree(rows: list[Row]) -> tuple[str, str]:
-    """Bits a token are log2 of the perplexity; a token has several characters, so bits per character are fewer."""
+    """Check bits per character against log2 of the perplexity, the bits per token; a token has several characters."""
     figures = json.loads((Path(__file__).parent / "expected.json").read_text(encoding="utf-8"))["figures"]
     agree, shown = True, []
     for found in select(figures, {"corpus": "OpenWebText"}):
         bits = math.log2(found["perplexity"])
         agree = agree and found["bits_per_character"] <= bits
-        shown.append(f"{found['perplexity']} is {bits:.2f} bits a token; {found['bits_per_character']} are more")
-    return (HOLDS if agree else FAILS), f"{'; '.join(shown)}, though a token has several characters"
+        shown.append(
+            f"perplexity {found['perplexity']} is {bits:.2f} bits per token, not {found['bits_per_character']}"
+        )
+    return (HOLDS if agree else FAILS), f"{'; '.join(shown)}; bits per character must be fewer"
 
 
 def claim_parameters(rows: list[Row]) -> tuple[str, str]:
-    """Counted on the meta device; enwik8 has 205 different byte values; the paper's head has a bias, ours has none."""
+    """Count on the meta device; enwik8 has 205 byte values, and the paper's head has a bias, unlike ours."""
     shown, same = [], []
     for tokens, printed in ((50257, 90.31), (205, 38.61)):
         for attention in ("full", "latte"):
@@ -165,3 +130,12 @@ def claim_parameters(rows: list[Row]) -> tuple[str, str]:
             same.append(round(count / 1e6, 2) == printed)
         shown.append(f"{count:,}")
     return (HOLDS if all(same) else FAILS), f"{' and '.join(shown)}, with a bias in the head"
+
+
+claim_attention_is_better = partial(_lower, left=SINES, right=LATTE)
+claim_latents = partial(_lower, left=LATTE, right={"mechanism": "Latte", "latents": "L = D / 8"})
+claim_a_window_does_better = partial(_lower, left={"mechanism": "window of 64"}, right=LATTE)
+claim_macchiato = partial(_lower, left={"mechanism": "Latte-Macchiato"}, right=LATTE)
+claim_linear = partial(_lower, left=LATTE, right={"mechanism": "linear attention"})
+claim_latte_comes_close = partial(_close, attention=SINES)
+claim_latte_comes_close_to_rope = partial(_close, attention={"mechanism": "attention", "position": "RoPE"})

@@ -1,7 +1,8 @@
-"""The loss of the same tokens with more context than any training sequence had."""
+"""Loss of the same tokens with more context than in training."""
 
 import math
 import statistics
+from functools import partial
 from typing import Any
 
 from matplotlib import colormaps
@@ -16,11 +17,11 @@ TIMES = (1, 2, 4, 8, 16)
 WINDOWS = {"smoke": 2, "cpu": 16, "gpu": 128, "paper": 128}
 SCHEMES = ("rope", "sinusoidal", "none")
 KEPT = 0.05
-"""Nats a token that may be lost by what is said to keep its loss."""
+"""Nats per token within which a loss counts as kept."""
 
 
 def measure(result: RunResult, unit: Unit) -> list[Row]:
-    """A row for each length: nats a token of the last half of the training length, the same tokens at every length."""
+    """Return a row per length: nats per token on the last half of the training length, the same tokens each time."""
     trained = result.config.batch.length
     tokens = result.corpus.held_out.tokens
     lengths = [trained * times for times in TIMES]
@@ -53,7 +54,7 @@ def measure(result: RunResult, unit: Unit) -> list[Row]:
 
 
 def claim_which_keep(rows: list[Row]) -> tuple[str, str] | None:
-    """Count the arms that lose less than `KEPT` from T to 16 T, in each scheme; holds where all do."""
+    """Check that all arms lose less than `KEPT` from T to 16 T, and count them by scheme."""
     last = select(rows, {"times": TIMES[-1]})
     if not last:
         return None
@@ -64,30 +65,20 @@ def claim_which_keep(rows: list[Row]) -> tuple[str, str] | None:
         }
         if lost:
             few, worst = sum(more < KEPT for more in lost.values()), max(lost, key=lambda arm: lost[arm])
-            shown.append(f"{scheme}: {few} of {len(lost)} (most is lost by {worst.split()[0]}, {lost[worst]:+.2f})")
+            shown.append(f"{scheme}: {few} of {len(lost)} (the worst is {worst.split()[0]}, {lost[worst]:+.2f})")
             kept &= few == len(lost)
-    return HOLDS if kept else FAILS, f"less than {KEPT} nats is lost with {'; '.join(shown)}"
+    return HOLDS if kept else FAILS, f"arms that lose less than {KEPT} nats, {'; '.join(shown)}"
 
 
 def claim_context_is_used(rows: list[Row]) -> tuple[str, str] | None:
-    """At T: the last half of a window, with T / 2 to T tokens of context, against windows of a quarter as many."""
+    """Check that every arm gains more than `KEPT` at T from T / 2 to T tokens of context over windows of T / 4."""
     first = select(rows, {"times": 1})
     if not first:
         return None
     gains = {arm: statistics.mean(values) for arm, values in _by_arm(first, "worth").items()}
     used, most = sum(gain > KEPT for gain in gains.values()), max(gains, key=lambda arm: gains[arm])
-    shown = f"{used} of {len(gains)} gain more than {KEPT} nats; the most, {most}, {gains[most]:.3f}"
+    shown = f"{used} of {len(gains)} gain more than {KEPT} nats; {most} gains most, {gains[most]:.3f}"
     return HOLDS if used == len(gains) else FAILS, shown
-
-
-def claim_latte_keeps(rows: list[Row]) -> tuple[str, str] | None:
-    """Latte's loss at 16 T is surely less than `KEPT` above that at T, in each scheme."""
-    return _kept(rows, "latte")
-
-
-def claim_full_keeps(rows: list[Row]) -> tuple[str, str] | None:
-    """The same for full attention."""
-    return _kept(rows, "full")
 
 
 def _by_arm(rows: list[Row], value: str) -> dict[str, list[float]]:
@@ -98,7 +89,7 @@ def _by_arm(rows: list[Row], value: str) -> dict[str, list[float]]:
 
 
 def _kept(rows: list[Row], mechanism: str) -> tuple[str, str] | None:
-    """In each scheme the loss of the same tokens with 16 times the context; noise pooled over the schemes."""
+    """Check that 16 times the context adds less than `KEPT` in each scheme, with noise pooled over the schemes."""
     last = _by_arm(select(rows, {"times": TIMES[-1], "mechanism": mechanism}), "more")
     if not last:
         return None
@@ -114,7 +105,7 @@ def _kept(rows: list[Row], mechanism: str) -> tuple[str, str] | None:
 
 
 def draw(figure: Figure, rows: list[Row]) -> None:
-    """Draw what each mechanism loses by more context than in training: a panel for each position scheme."""
+    """Draw the loss that each mechanism adds beyond the training length, with a panel for each position scheme."""
     figure.set_size_inches(13, 4.6)
     axes = figure.subplots(1, len(SCHEMES), sharey=True)
     names = list(dict.fromkeys(row["mechanism"] for row in rows))
@@ -134,5 +125,9 @@ def draw(figure: Figure, rows: list[Row]) -> None:
         axis.set_yscale("symlog", linthresh=0.1)
         axis.set(title=position, xlabel="context / training length")
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("nats a token more than at T")
+    axes[0].set_ylabel("increase in nats per token over T")
     figure.legend(lines.values(), lines.keys(), loc="outside right center", frameon=False, fontsize=9)
+
+
+claim_latte_keeps = partial(_kept, mechanism="latte")
+claim_full_keeps = partial(_kept, mechanism="full")

@@ -1,4 +1,4 @@
-"""MNIST pixel by pixel: how fast images are drawn, and how well occluded ones are completed.
+"""MNIST pixel by pixel: speed of drawing images, and quality of completing occluded ones.
 
 Shape letters: N images, H rows, W columns, T bytes of an image.
 """
@@ -29,7 +29,7 @@ REPORT = {"linear": {100: 33.45, 200: 67.46, 300: 76.46}, "full": {100: 367.91, 
 
 
 def run(unit: Unit) -> list[Row]:
-    """Train, measure the bits, draw, complete."""
+    """Train, and measure bits, drawing and completions."""
     given = {name: value for name, value in unit.settings.items() if name != "drawing"}
     drawing = unit.settings["drawing"]
     if given["image"]["path"] is None:
@@ -55,7 +55,7 @@ def drawn(model: ImageModel, way: str, count: int, cache: bool) -> Row:
 
 
 def completions(model: ImageModel, path: str, count: int) -> list[Row]:
-    """Held-out images without their lower half, completed in three parts, whose spread is the noise."""
+    """Complete held-out images without their lower half, in three parts, whose spread is the noise."""
     sets = load_images(path, labels=True)
     images, size = sets["test"], len(sets["test"].pixels)
     height, width, channels = images.shape
@@ -67,7 +67,7 @@ def completions(model: ImageModel, path: str, count: int) -> list[Row]:
 
 
 def completed(model: ImageModel, reader: Reader, images: Any, chosen_N: np.ndarray, occluded_T: torch.Tensor) -> Row:
-    """Bits of the occluded pixels, how a small classifier reads what was drawn there, and how long it took."""
+    """Return the bits of the occluded pixels, a small classifier's accuracy on the completions, and their speed."""
     pixels_NT = torch.from_numpy(images.pixels[chosen_N].reshape(len(chosen_N), -1))
     labels_N = torch.from_numpy(images.labels[chosen_N])
     bits = evaluate_images(model, pixels_NT, occluded_T=occluded_T, batch_size=16)
@@ -84,7 +84,7 @@ def completed(model: ImageModel, reader: Reader, images: Any, chosen_N: np.ndarr
 
 
 def toy_images(file: Path) -> Path:
-    """Ten random pictures of 5 x 5 under noise, as Keras keeps MNIST: for the smoke scale."""
+    """Write ten noisy random pictures of 5 x 5 in Keras's format of MNIST, for the smoke scale."""
     random = np.random.default_rng(0)
     picture_CHW = random.integers(0, 256, (10, 5, 5))
     made = {}
@@ -99,7 +99,7 @@ def toy_images(file: Path) -> Path:
 
 
 def claim_bits(rows: list[Row]) -> tuple[str, str] | None:
-    """Softmax needs fewer bits. The noise is that over images, as if the two had not read the same ones."""
+    """Check that softmax needs fewer bits, with the noise over images, treated as independent for the two models."""
     linear, full = (select(rows, {"what": "bits", "attention": name}) for name in ("linear", "full"))
     if not linear or not full:
         return None
@@ -110,17 +110,17 @@ def claim_bits(rows: list[Row]) -> tuple[str, str] | None:
 
 
 def claim_faster_than_no_cache(rows: list[Row]) -> tuple[str, str] | None:
-    """The slowest timing with a state against the one without a cache, in images per second."""
+    """Compare the slowest timing with a state with the one without a cache, in images per second."""
     linear, slow = (select(rows, {"what": "drawing", "way": way}) for way in ("state carried", "no cache"))
     if not linear or not slow:
         return None
     least = min(row["images_per_second"] for row in linear) / max(row["images_per_second"] for row in slow)
-    shown = f"{least:.1f} times at least ({slow[0]['images']} images without a cache, timed once)"
+    shown = f"at least {least:.1f} times as fast ({slow[0]['images']} images without a cache, timed once)"
     return "holds" if least > 1 else "does not hold", shown
 
 
 def claim_factor(rows: list[Row]) -> tuple[str, str] | None:
-    """Softmax with its cache over linear attention, by the number of images: does the factor grow?"""
+    """Check that the time of softmax with its cache relative to linear attention grows with the number of images."""
     timed = [{**row, "log": math.log(row["seconds"])} for row in rows if row["what"] == "drawing"]
     for row in timed:
         del row["seconds"], row["images_per_second"]
@@ -137,11 +137,11 @@ def claim_factor(rows: list[Row]) -> tuple[str, str] | None:
     error = noise.deviation * math.sqrt(4 / min(len(side) for side in sides))
     verdict = judge([Margin(found[1] - found[0], error, noise.freedom)])
     shown = ", ".join(f"{math.exp(value):.2f}" for value in found)
-    return verdict, f"{shown} times, of {counts[0]} and {counts[-1]} images (± {100 * error:.0f} % on the growth)"
+    return verdict, f"{shown} times for {counts[0]} and {counts[-1]} images (± {100 * error:.0f} % on the growth)"
 
 
 def draw(figure: Figure, rows: list[Row]) -> None:
-    """Seconds against images, ours and the report's; what is read of completions."""
+    """Draw seconds over images, ours and the report's, and the classifier's accuracy on completions."""
     left, right = figure.subplots(1, 2)
     figure.set_size_inches(10, 4.2)
     for color, way in (("#4477aa", "state carried"), ("#cc6677", "cache"), ("#228833", "no cache")):
@@ -160,5 +160,5 @@ def draw(figure: Figure, rows: list[Row]) -> None:
         values = [row[key] for row in rows if key in row]
         right.axhline(statistics.mean(values), linestyle=style, color="#777777", label=label)
     right.set_xticks((0, 1), ("linear", "softmax"))
-    right.set(title="completions of the lower half", ylabel="read rightly, %")
+    right.set(title="completions of the lower half", ylabel="read correctly, %")
     right.legend(frameon=False, fontsize=8)

@@ -1,7 +1,8 @@
-"""Linear and softmax attention on random sequences over the length: times, exponents, crossover."""
+"""Time and memory of linear and softmax attention on random sequences over the length."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from benchmarks.config import OpsConfig
@@ -13,11 +14,11 @@ from experiments.harness.units import Unit
 LINEAR, SOFTMAX = "linear, in chunks", "softmax, fused"
 FORMS = {"sdpa": SOFTMAX, "linear": LINEAR}
 FITTED = 3
-"""An exponent is fitted to so many of the longest lengths."""
+"""Number of longest lengths that an exponent is fitted to."""
 
 
 def run(unit: Unit) -> list[dict[str, Any]]:
-    """All passes of both operators in turns, at each length."""
+    """Time all passes of both operators in turns at each length."""
     rows = []
     for row in measure_ops(OpsConfig.from_dict(unit.settings["bench"])).rows:
         if row["status"] != "ok":
@@ -30,17 +31,17 @@ def run(unit: Unit) -> list[dict[str, Any]]:
 
 
 def mean(rows: list[dict[str, Any]], form: str, which: str, name: str = "ms") -> dict[int, float]:
-    """Over the seeds, by length."""
+    """Return the mean of a column over the seeds, by length."""
     return means(rows, "tokens", name, form=form, **{"pass": which})
 
 
 def passes(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the passes that were measured."""
+    """Return the measured passes."""
     return list(dict.fromkeys(row["pass"] for row in rows))
 
 
 def exponents(rows: list[dict[str, Any]], form: str, order: float, name: str = "ms") -> tuple[str, str] | None:
-    """Whether the slope over the longest lengths is at most 0.25 off, in each pass that has the figure."""
+    """Check that the slope over the longest lengths is within 0.25 of `order` in each pass with the figure `name`."""
     shown, holds = [], True
     for which in passes(rows):
         values = list(mean(rows, form, which, name).items())[-FITTED:]
@@ -52,28 +53,14 @@ def exponents(rows: list[dict[str, Any]], form: str, order: float, name: str = "
     return ((HOLDS if holds else FAILS), "; ".join(shown)) if shown else None
 
 
-def claim_linear_is_linear(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """Time over T."""
-    return exponents(rows, LINEAR, 1)
-
-
-def claim_softmax_is_quadratic(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """Time over T."""
-    return exponents(rows, SOFTMAX, 2)
-
-
-def claim_linear_memory(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """Peak memory over T."""
-    return exponents(rows, LINEAR, 1, "peak_mib")
-
-
-def claim_softmax_memory(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """Peak memory over T, of fused attention."""
-    return exponents(rows, SOFTMAX, 2, "peak_mib")
+claim_linear_is_linear = partial(exponents, form=LINEAR, order=1)
+claim_softmax_is_quadratic = partial(exponents, form=SOFTMAX, order=2)
+claim_linear_memory = partial(exponents, form=LINEAR, order=1, name="peak_mib")
+claim_softmax_memory = partial(exponents, form=SOFTMAX, order=2, name="peak_mib")
 
 
 def claim_faster(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """At the longest length that both have, in each pass; and from which length on."""
+    """Compare each pass at the longest common length, and find the length from which linear attention is faster."""
     shown, holds = [], True
     for which in passes(rows):
         faster = mean(rows, LINEAR, which, "times_faster")

@@ -1,4 +1,4 @@
-"""LLP with the mask of the paper's pseudocode as it would act if the printed line ran: it masks nothing.
+"""LLP with the mask of the paper's pseudocode as it would act if the printed line had no effect.
 
 Shape letters: B batch, T tokens, V vocabulary, C half segment, S keys.
 """
@@ -21,7 +21,7 @@ from subquad.ops.patterns import Blocks
 
 
 def run(unit: Unit) -> dict[str, Any]:
-    """Train one model, and measure it in one pass, token by token, and by the audit."""
+    """Train one model and measure it in one pass, token by token, and by the audit."""
     settings, training = unit.settings, unit.settings["training"]
     torch.manual_seed(unit.seed)
     device = torch.device(unit.device)
@@ -48,14 +48,14 @@ def run(unit: Unit) -> dict[str, Any]:
 
 
 def unmask(model: Decoder) -> None:
-    """Every query sees its whole half segment, and the one before: the triangle is missing."""
+    """Remove the triangular mask: every query sees its whole half segment and the one before."""
     for block in model.blocks():
         half = block.attention.config.segment // 2
         block.attention.patterns = (Blocks(size=half, back=1),)  # type: ignore[assignment]
 
 
 def printed_line_runs(half: int = 4, blocks: int = 3) -> bool:
-    """Whether the pseudocode's line, `attn[:, :, segment_len:].masked_fill_(causal_mask, value)`, runs at all."""
+    """Return whether the pseudocode's line, `attn[:, :, segment_len:].masked_fill_(causal_mask, value)`, runs."""
     scores_HNCS = torch.zeros(2, blocks, half, 2 * half)
     mask_CC = torch.ones(half, half).triu(1).bool()
     try:
@@ -66,7 +66,7 @@ def printed_line_runs(half: int = 4, blocks: int = 3) -> bool:
 
 
 def texts(settings: dict[str, Any], seed: int) -> tuple[Tensor, Tensor]:
-    """Training and held-out bytes: of books, or drawn evenly, which nothing but the future foretells."""
+    """Return training and held-out bytes: of books, or uniformly random, which only the future can predict."""
     if settings["random"]:
         source = torch.Generator().manual_seed(seed)
         return torch.randint(256, (2_000_000,), generator=source), torch.randint(256, (200_000,), generator=source)
@@ -78,12 +78,12 @@ def texts(settings: dict[str, Any], seed: int) -> tuple[Tensor, Tensor]:
 
 
 def windows(tokens_N: Tensor, length: int, count: int) -> Tensor:
-    """The first windows `[B, T + 1]`, one after another."""
+    """Cut the first `count` windows `[B, T + 1]` from the tokens."""
     return tokens_N[: count * (length + 1)].view(count, length + 1)
 
 
 def train(model: Decoder, tokens_N: Tensor, training: dict[str, Any]) -> None:
-    """AdamW, a warm-up and a cosine."""
+    """Train with AdamW, a warm-up and a cosine schedule."""
     model.train()
     device = model.head_weight.device
     optimizer = torch.optim.AdamW(model.parameters(), lr=training["lr"], betas=(0.9, 0.95), weight_decay=0.05)
@@ -103,14 +103,14 @@ def train(model: Decoder, tokens_N: Tensor, training: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def shown_loss(model: Decoder, text_BT: Tensor) -> float:
-    """Nats a byte of whole windows in one pass, as a training loop measures."""
+    """Return the nats per byte of whole windows in one pass, as a training loop measures."""
     parts = text_BT.split(8)
     return sum(float(model.loss(part[:, :-1], part[:, 1:])) * len(part) for part in parts) / len(text_BT)
 
 
 @torch.no_grad()
 def decoded_loss(model: Decoder, text_BT: Tensor) -> float:
-    """Nats a byte where each byte is predicted from those before it, and no later one is there."""
+    """Return the nats per byte if each byte is predicted from a text that ends before it."""
     nats = 0.0
     length = text_BT.shape[1] - 1
     for count in range(1, length + 1):
@@ -120,7 +120,7 @@ def decoded_loss(model: Decoder, text_BT: Tensor) -> float:
 
 
 def claim_audit_finds_it(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """At least one violation in each model without the mask."""
+    """Check that each model without the mask has at least one violation."""
     found = [row["audit_violations"] for row in select(rows, {"mask": "does not bind"})]
     if not found:
         return None
@@ -128,9 +128,9 @@ def claim_audit_finds_it(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
 
 
 def claim_below_entropy(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """Whether the loss shown on random bytes is below their entropy, as no causal model's can be."""
+    """Check that the loss shown on random bytes is below their entropy, which no causal model reaches."""
     found = [row["shown_loss"] for row in select(rows, {"data": "random bytes", "mask": "does not bind"})]
     if not found:
         return None
-    ours = f"{number(max(found))} nats a byte at most, entropy {number(math.log(256))}"
+    ours = f"at most {number(max(found))} nats per byte, entropy {number(math.log(256))}"
     return (HOLDS if max(found) < 0.9 * math.log(256) else FAILS), ours

@@ -1,4 +1,4 @@
-"""The paper's configuration C is B trained 2.5 times as long: here B's run at equal predicted tokens, twice as long."""
+"""Rows for configuration C, which in the paper is B trained 2.5 times as long, and here B's run twice as long."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from subquad.training import RunResult
 
 
 def measure(result: RunResult, unit: Unit) -> list[dict[str, object]]:
-    """Nothing more of the run itself; a second row where it also stands for C."""
+    """Return the run's row, and a second one if it also stands for C."""
     if len(unit.budgets) == 1:
         return [{"budget": "steps"}]
     longer = result.config.run.steps == budget_steps(unit)["tokens"]

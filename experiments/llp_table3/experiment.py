@@ -1,9 +1,10 @@
-"""The receptive field of each depth, measured, and what depth is worth to LLP beyond its worth to full attention."""
+"""Measure LLP's receptive field at each depth, and compare its gain from depth with that of full attention."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ Row = dict[str, Any]
 
 
 def measure(result: RunResult, unit: Unit) -> Row:
-    """The earliest token that the last output depends on, with random weights of this depth and pattern."""
+    """Return the earliest token that the last output depends on, for random weights of this depth and pattern."""
     length = result.config.batch.length
     segment = result.config.model.options.get("llp", {}).get("segment")
     needed = {} if segment is None else {"needed": 2 * length // segment - 1}
@@ -26,9 +27,9 @@ def measure(result: RunResult, unit: Unit) -> Row:
 
 @torch.no_grad()
 def first_token_seen(config: DecoderConfig, tokens: int) -> int:
-    """By halving: a token is seen where changing all tokens up to it changes the last output, in float64.
+    """Find by bisection the first token that changes the last output, together with those before it, in float64.
 
-    Large weights keep what comes through many layers above rounding.
+    Large weights keep signals through many layers above the rounding.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
@@ -49,7 +50,7 @@ def first_token_seen(config: DecoderConfig, tokens: int) -> int:
 
 
 def claim_whole_context_from_depth(rows: list[Row]) -> tuple[str, str] | None:
-    """From 2n/s - 1 layers on the last output depends on token 0, and from fewer it does not."""
+    """Check that the last output depends on token 0 with 2n/s - 1 or more layers, and not with fewer."""
     llp = [row for row in rows if row["mechanism"].startswith("LLP") and "needed" in row]
     if not llp:
         return None
@@ -59,18 +60,8 @@ def claim_whole_context_from_depth(rows: list[Row]) -> tuple[str, str] | None:
     return (HOLDS if right else FAILS), f"{llp[0]['needed']} needed; {shown}"
 
 
-def claim_depth_up_to_all_tokens(rows: list[Row]) -> tuple[str, str] | None:
-    """From 4 to 8 layers, where 7 are needed to see all tokens."""
-    return _more_than_full(rows, 4, 8)
-
-
-def claim_depth_beyond(rows: list[Row]) -> tuple[str, str] | None:
-    """From 8 to 12 layers, both of which see all tokens."""
-    return _more_than_full(rows, 8, 12)
-
-
 def _more_than_full(rows: list[Row], few: int, many: int) -> tuple[str, str] | None:
-    """Whether LLP gains more than full attention does from this depth to that."""
+    """Check that LLP gains more than full attention from `few` to `many` layers."""
     cells = [
         [row["loss"] for row in select(rows, {"mechanism": mechanism, "layers": layers})]
         for mechanism in ("LLP", "full")
@@ -82,6 +73,11 @@ def _more_than_full(rows: list[Row], few: int, many: int) -> tuple[str, str] | N
     llp, full = llp_few - llp_many, full_few - full_many
     noise = pooled(rows, "loss")
     error = noise.deviation * math.sqrt(sum(1 / len(cell) for cell in cells))
-    ours = f"LLP gains {number(llp)}, full attention {number(full)} nats a token; difference {llp - full:+.3g}"
+    ours = f"LLP gains {number(llp)}, full attention {number(full)} nats per token; difference {llp - full:+.3g}"
     shown = f"{ours}, one seed each" if math.isnan(error) else f"{ours} ± {number(error)}"
     return judge([Margin(llp - full, error, noise.freedom)]), shown
+
+
+# With 4 layers LLP sees part of the tokens; with 8 and 12, all of them (7 are needed).
+claim_depth_up_to_all_tokens = partial(_more_than_full, few=4, many=8)
+claim_depth_beyond = partial(_more_than_full, few=8, many=12)

@@ -1,4 +1,4 @@
-"""One loss in three currencies, and the paper's figure as it would be per word."""
+"""Tokens per word of the test books, and the paper's perplexity converted to one per word."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ Row = dict[str, Any]
 
 
 def measure(result: RunResult, unit: Unit) -> Row:
-    """Tokens for each whitespace word of the test books."""
+    """Return the tokens per whitespace-separated word of the test books."""
     assert isinstance(result.corpus, Corpus)
     shard = result.corpus.held_out
     return {"tokens_per_word": len(shard) / shard.words}
 
 
 def claim_conversion(rows: list[Row]) -> tuple[str, str] | None:
-    """The printed figure to the power of our tokens a word."""
+    """Raise the printed figure to our tokens per word."""
     if not rows:
         return None
     ratio = statistics.mean(row["tokens_per_word"] for row in rows)
-    return INCOMPARABLE, f"at {number(ratio)} tokens a word it would be about {PRINTED**ratio:.0f} a word"
+    return INCOMPARABLE, f"with {number(ratio)} tokens per word, about {PRINTED**ratio:.0f} per word"
 
 
 def draw(figure: Figure, rows: list[Row]) -> None:
-    """The same models' perplexity a token and a word."""
+    """Draw the perplexities of the same models per token and per word."""
     axis = figure.subplots()
-    names = {"perplexity": "a token", "word_perplexity": "a word"}
+    names = {"perplexity": "per token", "word_perplexity": "per word"}
     for place, name in enumerate(names):
         axis.plot([place] * len(rows), [row[name] for row in rows], "o", color="#4477aa")
     axis.set_xticks(range(len(names)), names.values())

@@ -1,4 +1,4 @@
-"""`python -m experiments.llp_table6`: the LLP paper's table of costs beside the true counts, at any sizes."""
+"""`python -m experiments.llp_table6`: the LLP paper's costs and the true counts at any sizes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NAME = "python -m experiments.llp_table6"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns its exit status."""
+    """Run the command line and return its exit status."""
     return guarded(run, sys.argv[1:] if arguments is None else arguments)
 
 
 def make_parser() -> Parser:
     """Return the parser of the command's options."""
-    description = "Print Tables 6 and 8 of Mahmood and Huang 2024 beside the true counts of score entries."
+    description = "Print the costs in Tables 6 and 8 of Mahmood and Huang 2024 and the true counts of score entries."
     parser = Parser(description=description, prog=NAME, usage=f"{NAME} [options]")
     for name, text in (
         ("tokens", "The paper's n"),
@@ -34,14 +34,14 @@ def make_parser() -> Parser:
     ):
         default = getattr(Setting(), name)
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default}).")
-    parser.add_argument("--json", type=str | None, default=None, help="Also write the whole numbers to this file.")
-    parser.add_argument("--csv", type=str | None, default=None, help="Also write them to this file as a table.")
-    parser.add_argument("--markdown", action="store_true", help="Print the table alone, in Markdown.")
+    parser.add_argument("--json", type=str | None, default=None, help="Also write the exact counts to this JSON file.")
+    parser.add_argument("--csv", type=str | None, default=None, help="Also write the exact counts to this CSV file.")
+    parser.add_argument("--markdown", action="store_true", help="Print only the table, in Markdown.")
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse, count, print."""
+    """Print the table and notes, and write the files asked for; return the exit status."""
     parser = make_parser()
     chosen = parser.parse_args(arguments)
     with parser.checking():

@@ -1,4 +1,4 @@
-"""The counts of the LLP paper's Tables 6 and 8, evaluated exactly."""
+"""Exact counts for the LLP paper's Tables 6 and 8."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNTS = {
 
 
 def run(unit: Unit) -> list[dict[str, Any]]:
-    """A row for each mechanism: millions of score entries, cut as the paper cuts them."""
+    """Return a row per mechanism with millions of score entries, rounded down as in the paper."""
     return [
         {
             "mechanism": row.name,
@@ -36,19 +36,19 @@ def run(unit: Unit) -> list[dict[str, Any]]:
 
 
 def claim_v3_above_v2(rows: list[dict[str, Any]]) -> tuple[str, str]:
-    """Whether V3 computes more than V2, as printed."""
+    """Check that V3 computes more than V2, as printed."""
     count = {row["mechanism"]: row["computed"] for row in rows}
     return HOLDS if count["V3"] > count["V2"] else FAILS, f"{count['V3']:,} against {count['V2']:,} million"
 
 
 def claim_v1_below_full(rows: list[dict[str, Any]]) -> tuple[str, str]:
-    """Whether V1 has fewer entries that count than causal full attention."""
+    """Check that V1 has fewer allowed entries than causal full attention."""
     count = {row["mechanism"]: row["allowed"] for row in rows}
     return HOLDS if count["V1"] < count["Full"] else FAILS, f"{count['V1']:,} against {count['Full']:,} million"
 
 
 def draw(figure: Figure, rows: list[dict[str, Any]]) -> None:
-    """Four bars for each mechanism."""
+    """Draw four bars for each mechanism."""
     axis = figure.subplots()
     width = 0.8 / len(COUNTS)
     for number, (name, label) in enumerate(COUNTS.items()):

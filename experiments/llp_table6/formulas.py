@@ -1,7 +1,7 @@
-"""The formulas of the LLP paper's Tables 6 and 8, and the true ones (Mahmood and Huang 2024, arXiv:2412.06106).
+"""The formulas of the LLP paper's Tables 6 and 8, and the correct ones (Mahmood and Huang 2024, arXiv:2412.06106).
 
-Formulas count the score entries of all layers and heads for n tokens, half of them history, over the names n (tokens),
-l (layers), H (heads), s (segment) and p (projected rows); ** is a power.
+A formula counts the score entries of all layers and heads for n tokens, half of them history, with l layers, H heads,
+segment s and p projected rows.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from typing import NamedTuple
 
 
 class Formulas(NamedTuple):
-    """A mechanism's true counts, and the paper's where it has a row in the tables."""
+    """A mechanism's true counts, and the paper's if it is in the tables."""
 
     name: str
     dense: str
-    """Entries that are computed, masked ones included."""
+    """Computed entries, including masked ones."""
     unmasked: str
-    """Entries that the mask leaves."""
+    """Entries that the mask allows."""
     note: str
-    """The verdict on the printed number, or what the mechanism is."""
+    """Verdict on the printed number, or a description of the mechanism."""
     millions: int | None = None
-    """Table 6, truncated to millions, at the paper's setting."""
+    """Number in Table 6: millions at the paper's setting, rounded down."""
     percent: int | None = None
-    """Table 6, of full attention."""
+    """Percentage of full attention in Table 6."""
     table_8: str | None = None
-    """The formula that the paper prints."""
+    """Formula printed in Table 8."""
     table_6: str | None = None
-    """The formula that gives the number that the paper prints."""
+    """Formula that reproduces the number in Table 6."""
     right: bool | None = None
-    """Whether the printed number counts the entries that are computed."""
+    """True if the printed number is that of the computed entries."""
 
 
 PRINTED = (
@@ -41,7 +41,7 @@ PRINTED = (
         dense="n**2 * l * H",
         unmasked="n*(n + 1)/2 * l * H",
         right=True,
-        note="The printed number is right: it is the printed formula.",
+        note="The printed number is right and follows from the printed formula.",
     ),
     Formulas(
         "PAR",
@@ -52,7 +52,7 @@ PRINTED = (
         dense="(n/2 * n + (n/2)**2 * (l - 1)) * H",
         unmasked="((n/2)**2 + n/2*(n/2 + 1)/2 * l) * H",
         right=True,
-        note="The printed number is right: it is the printed formula (Perceiver AR reads the history in layer 1).",
+        note="The printed number is right and follows from the printed formula (the history is read in layer 1).",
     ),
     Formulas(
         "V1",
@@ -64,8 +64,8 @@ PRINTED = (
         unmasked="((n/2)**2 + (n/2)**2 + n/2*(n/2 + 1)/2) * l * H",
         right=True,
         note=(
-            "The printed number is right: it is the printed formula. But the history has no mask: of the entries that "
-            "count, V1 has more than causal full attention."
+            "The printed number is right and follows from the printed formula. But the history has no mask, so V1 has "
+            "more allowed entries than causal full attention."
         ),
     ),
     Formulas(
@@ -78,9 +78,9 @@ PRINTED = (
         unmasked="((n/2)/s * s**2 + (n/2)**2 + n/2*(n/2 + 1)/2) * l * H",
         right=False,
         note=(
-            "The printed number is wrong, and it is not the printed formula: the square stands at the number of "
-            "segments instead of their length. (n/2)/s segments of s x s entries are n/2 * s; Table 6 has "
-            "((n/2)/s)**2 * s, Table 8 the same of all n tokens."
+            "The printed number is wrong, and does not follow from the printed formula: the number of segments is "
+            "squared instead of their length. (n/2)/s segments of s x s entries are n/2 * s; Table 6 has "
+            "((n/2)/s)**2 * s, Table 8 the same for all n tokens."
         ),
     ),
     Formulas(
@@ -93,10 +93,10 @@ PRINTED = (
         unmasked="(p**2 + n/2 * p + n/2*(n/2 + 1)/2) * l * H",
         right=False,
         note=(
-            "The printed number is wrong, and it is not the printed formula: the term of the first layer, n/2 * n, is "
-            "counted again in each of the other layers. In the tables' own reading the first layer's latents see the "
-            "whole history and the printed formula is right; in section 4.3, which the true counts here follow, "
-            "every layer sees the p projected rows."
+            "The printed number is wrong, and does not follow from the printed formula: the term of the first layer, "
+            "n/2 * n, is counted again in each of the other layers. According to the tables, the first layer's latents "
+            "see the whole history, and then the printed formula is right; according to section 4.3, which the true "
+            "counts here follow, every layer sees the p projected rows."
         ),
     ),
     Formulas(
@@ -109,8 +109,8 @@ PRINTED = (
         unmasked="((2*n/s - 1) * ((s/2)**2 + s/2*(s/2 + 1)/2) + s/2*(s/2 + 1)/2) * l * H",
         right=False,
         note=(
-            "The printed number is wrong, and it is not the printed formula: of 2n/s half segments the first sees "
-            "itself and the other 2n/s - 1 see s columns each. Table 6 counts 2n/s of these, one too many; "
+            "The printed number is wrong, and does not follow from the printed formula: of 2n/s half segments, the "
+            "first sees itself and the other 2n/s - 1 see s columns each. Table 6 counts 2n/s of these, one too many; "
             "Table 8 counts n/s - 1, about half."
         ),
     ),
@@ -123,24 +123,24 @@ COMPARISONS = (
         "V3, full first",
         dense="(n/2 * n + (n/2 * (p + n/2) + p**2) * (l - 1)) * H",
         unmasked="((n/2)**2 + (n/2 * p + p**2) * (l - 1) + n/2*(n/2 + 1)/2 * l) * H",
-        note="V3 as the tables read it: the latents of the first layer see the whole history.",
+        note="V3 according to the tables: the latents of the first layer see the whole history.",
     ),
     Formulas(
         "S2",
         dense="(n*s - s**2/4) * l * H",
         unmasked="(n*(s + 1)/2 - s**2/8) * l * H",
-        note="LongLoRA's shifted groups of s, the groups of half the heads moved by s/2, nothing wrapped around.",
+        note="LongLoRA's shifted groups of s, moved by s/2 for half of the heads, without wrapping around.",
     ),
     Formulas(
         "S2, wrapped",
         dense="n*s * l * H",
         unmasked="n*(s + 1)/2 * l * H",
-        note="The same with the last s/2 tokens in one group with the first: LongLoRA's published form, which leaks.",
+        note="The same with the first and last s/2 tokens in one group: LongLoRA's published form, which leaks.",
     ),
     Formulas(
         "Window",
         dense="n*s * l * H",
         unmasked="(s*(s + 1)/2 + (n - s)*s) * l * H",
-        note="An exact sliding window of s tokens: each query and its own s columns.",
+        note="A sliding window of s tokens: each query sees its own s columns.",
     ),
 )

@@ -1,7 +1,7 @@
-"""The attention costs that the LLP paper prints, beside what its mechanisms really cost.
+"""Compare the attention costs printed in the LLP paper with the true ones.
 
-Mahmood and Huang 2024, arXiv:2412.06106: Table 6 has the numbers, Table 8 the formulas. Both count score entries of the
-attention of all layers and heads for one sequence, half of it history and half latents (h = m = n / 2).
+Mahmood and Huang 2024, arXiv:2412.06106: Table 6 has the numbers, Table 8 the formulas. Both count score entries over
+all layers and heads for one sequence, half history and half latents (h = m = n / 2).
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from experiments.llp_table6.formulas import COMPARISONS, PRINTED
 
 @dataclass(frozen=True)
 class Setting:
-    """The sizes that the counts depend on; the defaults are those of the paper's tables."""
+    """The sizes that the counts depend on: n, l, H, s and p. The defaults are those of the paper's tables."""
 
     tokens: int = 4096
-    """n, of which half is history."""
     layers: int = 48
-    """l."""
     heads: int = 24
-    """H."""
     segment: int = 256
-    """s: of V2's history, of LLP (two halves of c = s / 2), and the group and window of the comparisons."""
+    """s: segments of V2's history and of LLP, and the groups and windows of the comparisons."""
     projection: int = 256
     """p: rows of V3's projected history."""
 
@@ -35,19 +32,17 @@ class Setting:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.heads % 2:
-            raise ValueError(
-                f"heads must be even (S2, a comparison, moves the groups of half of them), got {self.heads}"
-            )
+            raise ValueError(f"heads must be even (S2 moves the groups of half of them), got {self.heads}")
         if self.segment % 2:
             raise ValueError(f"segment must be even (LLP halves it), got {self.segment}")
         if self.tokens % (2 * self.segment):
             raise ValueError(
-                f"tokens must be a multiple of 2 x segment (V2 cuts the history, half of the tokens, into segments), "
+                f"tokens must be a multiple of 2 x segment (V2 cuts half of the tokens into segments), "
                 f"got tokens={self.tokens}, segment={self.segment}"
             )
 
     def value(self, formula: str) -> int:
-        """Return what a formula over n, l, H, s and p gives, exactly."""
+        """Return the exact value of a formula over n, l, H, s and p."""
         names = {"n": self.tokens, "l": self.layers, "H": self.heads, "s": self.segment, "p": self.projection}
         result = sympy.sympify(formula).subs(names)
         assert result.is_integer, formula
@@ -55,7 +50,7 @@ class Setting:
 
 
 class Row(NamedTuple):
-    """One mechanism, evaluated: the printed millions (None where the paper prints none) and counts of entries."""
+    """Counts of one mechanism, and the paper's printed numbers (None if it prints none)."""
 
     name: str
     printed_millions: int | None
@@ -75,7 +70,7 @@ class Row(NamedTuple):
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """Yield the table's six rows, then the comparisons; percentages are of full attention, dense and unmasked apart."""
+    """Yield the table's six rows, then the comparisons; percentages are relative to full attention's same count."""
 
     def value(formula: str | None) -> int | None:
         return None if formula is None else setting.value(formula)
@@ -116,7 +111,7 @@ HEADERS = (
 
 
 def title(setting: Setting) -> str:
-    """Return the setting in a line."""
+    """Return the setting as one line."""
     return (
         f"Mahmood and Huang 2024 (arXiv:2412.06106): n = {setting.tokens} tokens, half of them history, "
         f"l = {setting.layers} layers, H = {setting.heads} heads, s = {setting.segment}, p = {setting.projection}"
@@ -124,7 +119,7 @@ def title(setting: Setting) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Return a row under `HEADERS`."""
+    """Return the cells of a row under `HEADERS`."""
 
     def millions(number: int | None) -> str:
         return "" if number is None else f"{number / 10**6:,.2f}"
@@ -136,7 +131,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def notes(row: Row) -> Iterator[str]:
-    """Yield the verdict, then the formulas that differ from one another."""
+    """Yield the verdict, then the formulas."""
     yield row.note
     if row.table_8_formula is not None and not row.right:
         yield f"  Table 8 prints       {row.table_8_formula}"

@@ -19,13 +19,13 @@ from subquad.data.images import ImageSet, load_images
 from subquad.models.mlp import Mlp
 
 ORDER, FACTORS = 1000, 2000
-"""What is added to a seed for the order of an arm's images and for its factors: drawn with the net's own seed they
-would begin as copies of its first weights."""
+"""Added to a seed for the order of an arm's images and for its factors, which would otherwise be drawn from the same
+random numbers as the net's first weights."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Images of one set, as bytes `[N, D]`, and their labels `[N]`."""
+    """Images of one set as bytes `[N, D]`, and their labels `[N]`."""
 
     x_ND: Tensor
     y_N: Tensor
@@ -42,7 +42,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class Cell:
-    """One training: its arm, which base, the images, the rank (None: all weights)."""
+    """One training: its arm, base, images and rank (None: all weights)."""
 
     arm: str
     base: str
@@ -51,28 +51,28 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The key of its result."""
+        """Return the key of the training's result."""
         return "/".join(str(part) for part in (self.arm, self.base, self.images, self.rank) if part not in ("", None))
 
 
 def read_digits(config: MnistConfig) -> Digits:
-    """The images of `config.path` in all sets. Raises as `load_images`, and `ValueError` for images of another kind."""
+    """Load the images of `config.path` in all variants. Raises as `load_images`, and `ValueError` for other images."""
     if config.path is None:
-        raise ValueError("give the images by --path: a folder with MNIST's idx files, or another form of them")
+        raise ValueError("--path is missing: give a folder with MNIST's idx files, or another layout of them")
     sets = load_images(config.path, labels=True)
     for part, images in sets.items():
         if images.shape != (SIDE, SIDE, 1) or len(images.classes) != CLASSES:
             raise ValueError(
                 f"{config.path}: the {part} images must be {SIDE} x {SIDE}, grey, of {CLASSES} classes, got "
-                f"{' x '.join(map(str, images.shape))} of {len(images.classes)}"
+                f"{' x '.join(map(str, images.shape))} of {len(images.classes)} classes"
             )
     train, test = (_variants(sets[part], config) for part in ("train", "test"))
     return Digits(train, test, sets["train"].fingerprint() + sets["test"].fingerprint())
 
 
 def _variants(images: ImageSet, config: MnistConfig) -> dict[str, Split]:
-    """The same images plain, quantised, rotated and inverted."""
-    assert images.labels is not None  # load_images was asked for them
+    """Return the images plain, quantised, rotated and inverted."""
+    assert images.labels is not None  # load_images got labels=True
     x_NHW, y_N = torch.from_numpy(images.pixels[..., 0]), torch.from_numpy(images.labels)
     level_NHW = x_NHW.int() * config.levels // 256
     made = {
@@ -85,7 +85,7 @@ def _variants(images: ImageSet, config: MnistConfig) -> dict[str, Split]:
 
 
 def held_out(digits: Digits, count: int) -> Digits:
-    """The training images alone, their last `count` as test images."""
+    """Return the training images only, with the last `count` as test images."""
     size = len(digits.train["plain"].y_N)
     if count >= size:
         raise ValueError(f"tune_held_out must be below the {size} training images, got {count}")
@@ -95,13 +95,13 @@ def held_out(digits: Digits, count: int) -> Digits:
 
 
 def scaled(x_BD: Tensor) -> Tensor:
-    """Bytes as numbers from 0 to 1."""
+    """Scale bytes to floats from 0 to 1."""
     return x_BD.float().div_(255)
 
 
 @torch.no_grad()
 def accuracy(net: nn.Module, split: Split) -> float:
-    """Percent of the images that are told right."""
+    """Return the percentage of images classified correctly."""
     right = sum(int((net(scaled(x)).argmax(1) == y).sum()) for x, y in _batches(split, 4096))
     return 100 * right / len(split.y_N)
 
@@ -121,11 +121,10 @@ def fit(
     warmup: int = 0,
     look: Callable[[int], None] | None = None,
 ) -> int:
-    """Train what trains in `net` (`build_optimizer`); `look` is called after each step.
+    """Train the trainable parameters of `net`, call `look` after each step, and return the number of steps.
 
-    The rate rises linearly for `warmup` steps, at most half of all, and falls linearly to zero.
-
-    The order of the images depends on the seed alone, so that all arms see the same. Returns the steps.
+    The rate rises linearly for `warmup` steps, at most half of all, and falls linearly to zero. The order of the images
+    depends only on the seed, so all arms see the same.
     """
     parameters = [p for p in net.parameters() if p.requires_grad]
     optimizer = build_optimizer(parameters, rate)
@@ -147,30 +146,30 @@ def fit(
 
 
 def build_optimizer(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
-    """Gradient descent with momentum 0.9. Adam, whose steps don't shrink, switches units off for good on the inverted
-    images, which are bright nearly everywhere."""
+    """Return SGD with momentum 0.9. Adam's steps don't shrink and, on the mostly bright inverted images, switch units
+    off for good."""
     return torch.optim.SGD(parameters, lr=rate, momentum=0.9)
 
 
 def train_step(net: nn.Module, optimizer: torch.optim.Optimizer, x_BD: Tensor, y_B: Tensor) -> None:
-    """One step on one batch."""
+    """Take one step on one batch."""
     optimizer.zero_grad()
     F.cross_entropy(net(scaled(x_BD)), y_B).backward()
     optimizer.step()
 
 
 def fresh_net(seed: int) -> Mlp:
-    """The report's network with PyTorch's first weights."""
+    """Return the report's network with PyTorch's initial weights."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return Mlp(*WIDTHS)
 
 
 def with_factors(net: Mlp, rank: int, seed: int, *, product: bool = False) -> nn.Module:
-    """`net` with PEFT's factors in all three layers, which alone train: exactly 1050 r numbers.
+    """Return `net` with PEFT's factors in all three layers; only these train, exactly 1050 r parameters.
 
-    With `product` the weights are zero, W = B A, and both factors begin with PyTorch's first weights: with PEFT's B = 0
-    the net would begin constant. Biases are those of `net` and don't train.
+    With `product` the weights are zero, so W = B A, and both factors get PyTorch's initial weights: with PEFT's B = 0
+    the net would be constant. The biases of `net` stay and don't train.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -185,15 +184,15 @@ def with_factors(net: Mlp, rank: int, seed: int, *, product: bool = False) -> nn
         adapted: Any = get_peft_model(net, config)
     trains = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     if trains != PER_RANK * rank:
-        raise ValueError(f"rank {rank} must train {PER_RANK} * {rank} = {PER_RANK * rank} numbers, got {trains}")
+        raise ValueError(f"rank {rank} must train {PER_RANK} * {rank} = {PER_RANK * rank} parameters, got {trains}")
     inner: nn.Module = adapted.get_base_model()
     return inner
 
 
 def train_base(config: MnistConfig, digits: Digits, seed: int) -> tuple[dict[str, Mlp], dict[str, Any]]:
-    """The base stopped inside the band and the fully trained one, from one training, and their numbers.
+    """Return the base stopped in the band and the fully trained one, from one training, and their results.
 
-    Raises `ValueError` where the test accuracy is never inside the band.
+    Raises `ValueError` if the test accuracy is never in the band.
     """
     net, stopped, looks = fresh_net(seed), dict[str, Any](), list[float]()
 
@@ -210,8 +209,8 @@ def train_base(config: MnistConfig, digits: Digits, seed: int) -> tuple[dict[str
     if not stopped:
         near = min(looks, key=lambda x: abs(x - sum(config.band) / 2), default=None)
         raise ValueError(
-            f"no look of {len(looks)} found a test accuracy inside band={config.band} (nearest: {near}); train longer "
-            "(base_epochs), look more often (look_every) or give another band"
+            f"none of {len(looks)} measurements of the test accuracy is in band={config.band} (nearest: {near}); train "
+            "longer (base_epochs), measure more often (look_every) or use another band"
         )
     bases: dict[str, Mlp] = {"stopped": stopped["net"], "trained": net}
     accuracies = {
@@ -221,14 +220,14 @@ def train_base(config: MnistConfig, digits: Digits, seed: int) -> tuple[dict[str
 
 
 def base_accuracy(config: MnistConfig, digits: Digits, seed: int, rate: float) -> float:
-    """The accuracy of a fully trained base."""
+    """Return the accuracy of a fully trained base."""
     net, options = fresh_net(seed), {"epochs": config.base_epochs, "batch": config.batch, "warmup": config.warmup}
     fit(net, digits.train["plain"], rate=rate, seed=seed, **options)  # type: ignore[arg-type]
     return accuracy(net, digits.test["plain"])
 
 
 def cells(config: MnistConfig) -> list[Cell]:
-    """All trainings of one seed but that of the base."""
+    """Return all trainings of one seed except the base's."""
     ranks = config.ranks
     adapted = [
         Cell(arm, base, images, rank)
@@ -242,7 +241,7 @@ def cells(config: MnistConfig) -> list[Cell]:
 def train_cell(
     cell: Cell, config: MnistConfig, digits: Digits, bases: dict[str, Mlp], seed: int, rate: float | None = None
 ) -> float:
-    """The test accuracy of one training, in percent."""
+    """Run one training and return its test accuracy in percent."""
     start = copy.deepcopy(bases[cell.base]) if cell.base else fresh_net(seed)
     net: nn.Module = start
     if cell.rank is not None:

@@ -1,4 +1,4 @@
-"""`python -m experiments.lora_mnist`: the report's LoRA experiment on MNIST, as tables beside the report's numbers."""
+"""`python -m experiments.lora_mnist`: repeat the report's LoRA experiment on MNIST as tables."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ NAME = "python -m experiments.lora_mnist"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns its exit status."""
+    """Run the command line and return its exit status."""
     return guarded(run, sys.argv[1:] if arguments is None else arguments)
 
 
 def make_parser() -> Parser:
     """Return the parser of the command's options."""
     description = (
-        "Repeat the report's LoRA experiment on MNIST and print its tables beside the report's numbers. An experiment "
-        "that was interrupted goes on when the same command is given again."
+        "Repeat the report's LoRA experiment on MNIST and print its tables next to the report's numbers. The same "
+        "command continues an interrupted experiment."
     )
     parser = Parser(description=description, prog=NAME, usage=f"{NAME} --path FOLDER [options]")
     parser.add_files()
     parser.add_class_arguments(MnistConfig, None, as_group=False)
     add = parser.add_argument
-    add("--out", type=str, default="lora-mnist.json", help="The file of the results, which is gone on with.")
+    add("--out", type=str, default="lora-mnist.json", help="File of the results; an existing one is continued.")
     add("--markdown", type=str | None, default=None, help="Also write the tables to this file.")
-    add("--plot", type=str | None, default=None, help="Draw accuracy against rank to this file (.png, .svg).")
-    add("--tune", action="store_true", help="Choose the learning rates on training images, print them, and end.")
+    add("--plot", type=str | None, default=None, help="Also draw accuracy over rank to this file (.png, .svg).")
+    add("--tune", action="store_true", help="Only choose the learning rates on training images and print them.")
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse, train what is missing, print the tables."""
+    """Train what is missing and print the tables; return the exit status."""
     parser = make_parser()
     parsed = parser.parse_args(files_first(arguments))
     with parser.checking():
@@ -46,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
         for name in ("out", "markdown", "plot"):
             check_output(name, parsed[name])
             if parsed.tune and parsed[name] != parser.get_default(name):
-                raise ValueError(f"--{name} has no effect with --tune, which prints the rates alone; leave it out")
+                raise ValueError(f"--{name} has no effect with --tune, which only prints the rates; leave it out")
         if parsed.plot and not parsed.plot.lower().endswith((".png", ".svg")):
             raise ValueError(f"--plot must name a .png or .svg file, got {parsed.plot!r}")
         digits = arms.read_digits(config)

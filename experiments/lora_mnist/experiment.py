@@ -1,4 +1,4 @@
-"""LoRA on MNIST: the trainings of one seed, by the code of `python -m experiments.lora_mnist`.
+"""LoRA on MNIST: the trainings of one seed, with the code of `python -m experiments.lora_mnist`.
 
 Shape letters: N images, H rows, W columns.
 """
@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 def run(unit: Unit) -> list[Row]:
-    """The base stopped and fully trained, fine-tuned in whole and by factors, and factors from scratch."""
+    """Train the bases, fine-tune them fully and by factors, and train factors from scratch."""
     given = dict(unit.settings)
     toy = given.pop("toy", None)
     path = given.pop("path", None) or str(toy_digits(Path(unit.folder) / "digits.npz", unit.seed, **toy))
@@ -46,13 +46,13 @@ def run(unit: Unit) -> list[Row]:
 
 
 def trained_parameters(rank: int | None) -> int:
-    """Numbers that are trained, counted."""
+    """Return the number of trained parameters (rank None: all weights)."""
     net = lora.fresh_net(0) if rank is None else lora.with_factors(lora.fresh_net(0), rank, 0)
     return sum(p.numel() for p in net.parameters() if p.requires_grad)
 
 
 def toy_digits(file: Path, seed: int, *, train: int, test: int) -> Path:
-    """Ten random pictures under noise, as Keras keeps MNIST: for the smoke scale."""
+    """Write ten noisy random pictures in Keras's format of MNIST, for the smoke scale."""
     random = np.random.default_rng(seed)
     picture_CHW = random.integers(0, 256, (10, 28, 28))
     made = {}
@@ -67,7 +67,7 @@ def toy_digits(file: Path, seed: int, *, train: int, test: int) -> Path:
 
 
 def claim_below_chance(rows: list[Row]) -> tuple[str, str] | None:
-    """The base reads inverted images worse than guessing does."""
+    """Check that the base is worse than guessing on inverted images."""
     base = {"way": "base", "base": "stopped", "images": "inverted", "rank": 0}
     found = [row["accuracy"] for row in select(rows, base)]
     if len(found) < 2:
@@ -78,7 +78,7 @@ def claim_below_chance(rows: list[Row]) -> tuple[str, str] | None:
 
 
 def draw(figure: Figure, rows: list[Row]) -> None:
-    """Accuracy against rank: a panel for each set of images, the lines are what was trained."""
+    """Draw accuracy over rank, with a panel for each set of images and a line for each kind of training."""
     axes = figure.subplots(1, 3)
     figure.set_size_inches(13, 4.2)
     for axis, images in zip(axes, VARIANTS, strict=True):

@@ -1,4 +1,4 @@
-"""Tables and picture of the LoRA experiment on MNIST: our mean and standard deviation beside the report's numbers."""
+"""Tables and plot of the LoRA experiment on MNIST: our means and standard deviations next to the report's numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPORT_LORA = {
     32: (92.31, 89.50, 68.06),
     64: (93.19, 90.41, 71.88),
 }
-"""Quantised, rotated, inverted after fine-tuning the factors of a rank."""
+"""Accuracy on quantised, rotated and inverted images after fine-tuning the factors of a rank."""
 REPORT_SCRATCH = {
     1: (56.79, 23.50, 25.91, 22.21),
     2: (71.90, 37.48, 43.96, 45.81),
@@ -38,20 +38,20 @@ REPORT_SCRATCH = {
     32: (93.98, 90.13, 90.62, 90.25),
     64: (94.85, 91.66, 91.85, 86.01),
 }
-"""Plain, quantised, rotated, inverted after training the factors of a rank from scratch."""
+"""Accuracy on plain, quantised, rotated and inverted images after training the factors of a rank from scratch."""
 
 CONSTANT = 11.35
-"""The best constant answer on MNIST's test images, in percent: 1."""
+"""Accuracy in percent of the best constant answer on MNIST's test images, the digit 1."""
 
 
 def values_of(results: Mapping[str, Any], name: str, config: MnistConfig) -> list[float]:
-    """Return the accuracies of one training over the seeds."""
+    """Return the accuracies of one training for all seeds."""
     seeds = (results["seeds"].get(str(seed), {}) for seed in range(config.seeds))
     return [entry["accuracy"][name] for entry in seeds if name in entry.get("accuracy", {})]
 
 
 def reported(arm: str, images: str, rank: int | None) -> float | None:
-    """Return the report's number; None where it has none."""
+    """Return the report's number, or None if it has none."""
     if arm == "base":
         return REPORT_BASE[images]
     if arm == "full":
@@ -63,7 +63,7 @@ def reported(arm: str, images: str, rank: int | None) -> float | None:
 
 
 def show(results: Mapping[str, Any], config: MnistConfig, markdown: str | None) -> None:
-    """Print all tables; write them to the file `markdown` too, where it is given."""
+    """Print all tables, and also write them to the file `markdown` if given."""
     _tables(results, config, markdown=False)
     if markdown is not None:
         text = io.StringIO()
@@ -77,7 +77,7 @@ def _tables(results: Mapping[str, Any], config: MnistConfig, *, markdown: bool) 
         return _mean(values_of(results, Cell(arm, base, images, rank).name, config))
 
     def table(title: str, sets: Sequence[str], rows: Sequence[tuple[str, str, str, int | None]]) -> None:
-        """Print ours beside the report's for each `(label, arm, base, rank)`."""
+        """Print our number and the report's for each `(label, arm, base, rank)`."""
         lines = []
         for label, arm, base, rank in rows:
             pairs = [(mean(images, arm, base, rank), _number(reported(arm, images, rank))) for images in sets]
@@ -93,9 +93,9 @@ def _tables(results: Mapping[str, Any], config: MnistConfig, *, markdown: bool) 
     for kind, label in kinds:
         ranks = [(f"r = {rank}", "lora", kind, rank) for rank in config.ranks]
         table(f"Fine-tuned from the base {label}", VARIANTS, [("all weights", "full", kind, None), *ranks])
-    for arm, label in (("scratch", "frozen first weights + B A"), ("product", "B A alone")):
+    for arm, label in (("scratch", "frozen random weights + B A"), ("product", "B A alone")):
         ranks = [(f"r = {rank}", arm, "", rank) for rank in config.ranks]
-        table(f"From scratch, the factors alone train: {label}", SETS, ranks)
+        table(f"From scratch, training only the factors: {label}", SETS, ranks)
     _costs(results, markdown=markdown)
     sys.stdout.write("\n".join(_notes(results, config)) + "\n")
 
@@ -124,8 +124,8 @@ def _costs(results: Mapping[str, Any], *, markdown: bool) -> None:
         ]
         for name, step in results["steps"].items()
     ]
-    headers = ("", "train", "of the net", "step, ms", "20 % to 80 %", "trained + momentum", "peak of a step")
-    print_table("What it costs, side by side in one process of one thread", headers, lines, markdown=markdown)
+    headers = ("", "trained", "of the net", "step, ms", "20 % to 80 %", "trained + momentum", "peak of a step")
+    print_table("Cost, measured side by side in one process with one thread", headers, lines, markdown=markdown)
 
 
 def _notes(results: Mapping[str, Any], config: MnistConfig) -> list[str]:
@@ -137,33 +137,33 @@ def _notes(results: Mapping[str, Any], config: MnistConfig) -> list[str]:
     if config.rates == default_rates():
         chosen = ", the best of five on held-out training images (the base's: the second best)"
     notes = [
-        f"Factors of rank r have {PER_RANK} r numbers, biases do not train; the net has {NET_PARAMETERS:,}. From rank "
-        f"{-(-NET_PARAMETERS // PER_RANK)} on there are more factors than weights, and from rank 10 on those of the "
-        "last layer are of full rank.",
+        f"Factors of rank r have {PER_RANK} r parameters; biases do not train. The net has {NET_PARAMETERS:,}. From "
+        f"rank {-(-NET_PARAMETERS // PER_RANK)} on the factors have more parameters than the net, and from rank 10 on "
+        "the last layer's update can have full rank.",
         f"SGD with momentum 0.9, batches of {config.batch}, {config.epochs} epochs for every arm ({config.base_epochs} "
-        f"for the base), the rate rising for {config.warmup} steps, then falling linearly to zero. Peak rates"
+        f"for the base); the rate rises for {config.warmup} steps and then falls linearly to zero. Peak rates"
         f"{chosen}: " + ", ".join(f"{arm} {rate:g}" for arm, rate in config.rates.items()) + ".",
         f"Quantised: {config.levels} grey levels. Rotated: 90 degrees to the {config.turn}. Inverted: 255 - x.",
     ]
     if stops:
         notes.append(
-            f"The stopped base: the first look (every {config.look_every} steps) between {low:g} and {high:g} % on the "
-            f"test images, after {', '.join(map(str, stops))} steps of {steps[0]:,}."
+            f"Stopped base: at the first measurement (every {config.look_every} steps) between {low:g} and {high:g} % "
+            f"on the test images, after {', '.join(map(str, stops))} steps of {steps[0]:,}."
         )
     names = [name for entry in seeds for name in entry.get("accuracy", {}).items() if not name[0].startswith("base/")]
     if constant := [name for name, found in names if found <= CONSTANT]:
         notes.append(
-            f"{len(constant)} of {len(names)} trainings ended with a constant answer ({CONSTANT} % or less); they "
-            f"count in the means: {', '.join(f'{name} ({constant.count(name)})' for name in dict.fromkeys(constant))}."
+            f"{len(constant)} of {len(names)} trainings ended with a constant answer ({CONSTANT} % or less); the means "
+            f"include them: {', '.join(f'{name} ({constant.count(name)})' for name in dict.fromkeys(constant))}."
         )
     if "wall" in results["seconds"]:
         minutes, processes = results["seconds"]["wall"] / 60, results["seconds"]["processes"]
-        notes.append(f"All of it took {minutes:.1f} minutes in {processes} process{'es' if processes > 1 else ''}.")
+        notes.append(f"The whole run took {minutes:.1f} minutes in {processes} process{'es' if processes > 1 else ''}.")
     return notes
 
 
 def rates_yaml(rates: Mapping[str, float]) -> str:
-    """Return the rates as a configuration file has them."""
+    """Return the rates in the format of a configuration file."""
     lines = [f"  {arm}: {rate:g}" for arm, rate in rates.items()]
     return "\n".join(["rates:", *lines]) + "\n"
 
@@ -177,7 +177,7 @@ DRAWN = (
 
 
 def draw(results: Mapping[str, Any], config: MnistConfig, path: str) -> None:
-    """Write the picture: a panel for each set of images, lines with the standard deviation, crosses for the report."""
+    """Draw accuracy over rank: a panel per set of images, with standard deviations and the report's numbers."""
     figure = Figure(figsize=(9, 7.5), layout="constrained")
     figure.suptitle("MNIST: test accuracy against the rank of the factors, ours and the report's")
     axes = figure.subplots(2, len(SETS) // 2, sharex=True, sharey=True).flat

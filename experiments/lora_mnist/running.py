@@ -1,4 +1,4 @@
-"""The LoRA experiment on MNIST over its seeds: in several processes, each result written down as it comes."""
+"""Run the LoRA experiment on MNIST over its seeds in several processes, saving each result at once."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from subquad.training.checkpoint import write_atomically
 TUNE_RATES = (3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 TUNE_ADAPTED = ("rotated", "inverted")
 TUNE_SCRATCH = ("plain", "inverted")
-"""Where --tune measures: quantised images hardly move a base, and rotated ones are plain ones to a net without one."""
+"""Sets on which --tune measures: quantised images hardly change a base, and without a base rotated ones equal plain
+ones."""
 TUNE_SEED = 10_000
 TIMED_STEPS = 200
 
 
 @dataclass
 class Results:
-    """Results so far, in a file."""
+    """The results so far, kept in a file."""
 
     config: MnistConfig
     file: Path
@@ -43,7 +44,7 @@ class Results:
 
     @classmethod
     def open(cls, config: MnistConfig, file: str, fingerprint: str) -> Results:
-        """Read `file`, if it is there. Raises `ValueError` where it holds an experiment of other settings."""
+        """Read `file` if it exists. Raises `ValueError` if it has results of other settings."""
         path, identity = Path(file), digest([config.science(), fingerprint])
         shown = config.replace(path=None).to_dict()
         values: dict[str, Any] = {"identity": identity, "config": shown, "seeds": {}, "seconds": {}}
@@ -53,29 +54,29 @@ class Results:
             for seed, known in found["seeds"].items():
                 check_keys(known, {"accuracy": dict}, f"{file}, seed {seed}")
             if found["identity"] != identity:
-                raise ValueError(f"{file} holds results of other settings or images; give another --out, or delete it")
+                raise ValueError(f"{file} has results of other settings or images; use another --out, or delete it")
             values = {**found, "config": shown}
         return cls(config, path, values)
 
     def add(self, seed: int, values: dict[str, Any]) -> None:
-        """Keep what is known of a seed."""
+        """Add results of a seed and save the file."""
         entry = self.values["seeds"].setdefault(str(seed), {"accuracy": {}})
         entry["accuracy"].update(values.pop("accuracy", {}))
         entry.update(values)
         self.save()
 
     def save(self) -> None:
-        """Write the file, whole."""
+        """Write the file atomically."""
         write_atomically(self.file, (json.dumps(self.values, indent=1) + "\n").encode())
 
     def missing(self, seed: int) -> list[str]:
-        """The names of a seed's trainings that are not there yet."""
+        """Return the names of a seed's trainings that are not done yet."""
         known = self.values["seeds"].get(str(seed), {"accuracy": {}})["accuracy"]
         return [cell.name for cell in arms.cells(self.config) if cell.name not in known]
 
 
 def run(config: MnistConfig, out: str, digits: arms.Digits) -> Results:
-    """Do what is missing of the experiment; results are in the file `out` as they come."""
+    """Run the missing trainings, and save each result in the file `out` at once."""
     results, begin = Results.open(config, out, digits.fingerprint), time.perf_counter()
     results.values["provenance"] = provenance("cpu", ("peft",))
     if "steps" not in results.values:
@@ -97,13 +98,13 @@ def run(config: MnistConfig, out: str, digits: arms.Digits) -> Results:
 
 
 def _shares(todo: Sequence[tuple[int, list[str]]], processes: int) -> list[tuple[int, list[str]]]:
-    """The trainings of each seed in parts, where there are fewer seeds than processes can share evenly."""
+    """Split each seed's trainings into parts if the processes cannot share the seeds evenly."""
     parts = 1 if len(todo) % processes == 0 else processes
     return [(seed, names[part::parts]) for seed, names in todo for part in range(parts) if names[part::parts]]
 
 
 def _in_processes(work: Callable[[Any], Any], items: Sequence[Any], processes: int) -> Iterator[Any]:
-    """The pieces that `work` returns for each item, item by item as they end; in this process where one is enough."""
+    """Yield the pieces that `work` returns for each item in order; in this process if one process or item is enough."""
     if processes == 1 or len(items) == 1:
         for item in items:
             yield from work(item)
@@ -114,7 +115,7 @@ def _in_processes(work: Callable[[Any], Any], items: Sequence[Any], processes: i
 
 
 def _work(config: MnistConfig, item: tuple[int, list[str]]) -> list[tuple[int, dict[str, Any]]]:
-    """The accuracies of some trainings of one seed, with its bases."""
+    """Return the accuracies of some trainings of one seed and of its bases."""
     torch.set_num_threads(1)
     seed, names = item
     digits = arms.read_digits(config)
@@ -127,7 +128,7 @@ def _work(config: MnistConfig, item: tuple[int, list[str]]) -> list[tuple[int, d
 
 
 def measure_steps(config: MnistConfig, digits: arms.Digits) -> dict[str, Any]:
-    """Seconds of a step (median and quantiles), side by side in this process, and memory, of full and of each rank."""
+    """Measure time (median, quantiles) and memory of a step, in turns, for all weights and for each rank."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     split = digits.train["plain"]
@@ -149,7 +150,7 @@ def measure_steps(config: MnistConfig, digits: arms.Digits) -> dict[str, Any]:
         tenths = statistics.quantiles(seconds[name], n=10)
         trains = [p for p in net.parameters() if p.requires_grad]
         states = [t for p in trains for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
-        optimizer.zero_grad()  # so that the gradients are the step's own
+        optimizer.zero_grad()  # so that the measured step allocates its gradients itself
         measured[name] = {
             "trainable": sum(p.numel() for p in trains),
             "median": statistics.median(seconds[name]),
@@ -163,10 +164,10 @@ def measure_steps(config: MnistConfig, digits: arms.Digits) -> dict[str, Any]:
 
 
 def tune(config: MnistConfig) -> dict[str, float]:
-    """For each arm the rate of `TUNE_RATES` with the best mean accuracy on held-out training images.
+    """Return for each arm the rate of `TUNE_RATES` with the best mean accuracy on held-out training images.
 
-    The mean is over all ranks and two sets (base: plain images), of a seed of its own; full and lora start from the
-    stopped base, which is stopped by those images too.
+    The mean is over all ranks and two sets (base: plain images) with the seed `TUNE_SEED`. The arms full and lora start
+    from the stopped base, whose stop also depends only on those images.
     """
     rates = dict(config.rates)
     for arm, scores in _in_processes(partial(_tune_one, config), ARMS, config.processes):

@@ -19,7 +19,7 @@ REPEATS = {"smoke": 3}
 
 
 def measure(result: RunResult, unit: Unit) -> dict[str, Any]:
-    """Loss and gradients of one batch, without the optimiser: median, 20th and 80th percentile, peak memory."""
+    """Time loss and gradients of one batch, without the optimiser, and measure their peak memory."""
     model, batch = result.model.model, result.config.batch
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
@@ -48,7 +48,7 @@ def measure(result: RunResult, unit: Unit) -> dict[str, Any]:
 
 
 def claim_time(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """Beyond the noise where the slower repeats of a size are faster than the faster ones of the next."""
+    """Check that each size's slow repeats (80th percentile) are faster than the next size's fast ones (20th)."""
     middle, fast, slow = (means(rows, "query_size", f"float32{part}_ms") for part in ("", "_p20", "_p80"))
     if len(middle) < 2:
         return None
@@ -60,7 +60,7 @@ def claim_time(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
 
 
 def claim_in_proportion(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """Time and memory of each query size over those of the largest, beside the ratio of the query sizes."""
+    """Check that time and memory relative to the largest query size are at most 25 % above the ratio of the sizes."""
     seconds, memory = (means(rows, "query_size", name) for name in ("float32_ms", "peak_mib"))
     if len(seconds) < 2:
         return None

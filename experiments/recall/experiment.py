@@ -1,4 +1,4 @@
-"""Models of equal state bytes learn a probe of memory; the window of `drawn` is drawn anew at each training step.
+"""Train models with states of equal size on a memory probe.
 
 Shape letters: B rows, T tokens.
 """
@@ -20,11 +20,11 @@ from subquad.ops.patterns import Window
 
 TRAIN, HELD_OUT = range(2)
 NEAR = 0.1
-"""How far the state of an arm may lie from its budget."""
+"""Relative difference allowed between an arm's state and its budget."""
 
 
 def run(unit: Unit) -> dict[str, Any]:
-    """Train on one probe, measure on sequences of its own."""
+    """Train on one probe and measure on held-out sequences; `drawn` draws the window's width at each step."""
     given = unit.settings
     probe, length = ProbeConfig.from_dict(given["probe"]), given["length"]
     torch.manual_seed(unit.seed)
@@ -62,10 +62,10 @@ def run(unit: Unit) -> dict[str, Any]:
 
 
 def fit(model: Decoder, probe: ProbeConfig, given: dict[str, Any], seed: int, redraw: Any) -> None:
-    """AdamW, a rise over a tenth of the steps, then a cosine to a tenth; the loss of what is asked alone.
+    """Train with AdamW, a warm-up over a tenth of the steps and a cosine to a tenth, on the answers only.
 
-    Each batch of mqar has a number of pairs of its own, from one to all: the few are learned first, without which the
-    many take several times as long.
+    Each batch of mqar has a random number of pairs, from one to all: models learn few pairs first, and without these
+    take several times as long to learn many.
     """
     device = model.head_weight.device
     model.train()

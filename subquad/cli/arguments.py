@@ -67,9 +67,10 @@ _NOT_FOR_FILES = {"help", "print_config", "print_shtab"}
 class Parser(jsonargparse.ArgumentParser):
     """An argument parser with one-line errors that name the valid choices and the faulty file."""
 
-    def __init__(self, usage: str = "", description: str = "", **given: Any) -> None:
-        # jsonargparse itself makes parsers without usage, with its own settings, for configurations that may be null.
-        words = {"prog": f"subquad {usage.partition(' ')[0]}", "usage": f"subquad {usage} [options]"}
+    def __init__(self, command: str = "", description: str = "", **given: Any) -> None:
+        # jsonargparse itself makes parsers without a command, with its own settings, for configurations that may be
+        # null; programs beside the package give their own `prog` and `usage`.
+        words = {"prog": f"subquad {command.partition(' ')[0]}", "usage": f"subquad {command} [options]"}
         super().__init__(**{**words, "description": description, "allow_abbrev": False, **given})
         self.files: list[str] = []
         self.reading: str | None = None

@@ -123,14 +123,16 @@ def _costs(chosen: Namespace) -> dict[str, Any]:
     lengths, context = chosen.tokens or list(LENGTHS), dict[str, Any]()
     config = _model_config(chosen.run, chosen.config, chosen.recipe)
     if config is not None:
+        # Before anything is printed, since a model that can't share a sequence is refused.
+        sent = [] if chosen.context is None else list(costs.model_volumes(config, lengths, chosen.context))
         table = list(costs.model_costs(config, lengths))
         _print(
             table,
             f"{', '.join(config.mechanisms)}: {config.num_layers} layers, width {config.dim}, with the head",
             chosen.markdown,
         )
-        if chosen.context is not None:
-            context = _volumes(costs.model_volumes(config, lengths, chosen.context), chosen)
+        if sent:
+            context = _volumes(sent, chosen)
         return {"model": config.to_dict(), "rows": [entry.record() for entry in table], **context}
     asked = chosen.attention.split(",") if chosen.attention else None
     layers, stacks = costs.chosen(asked, chosen.options)

@@ -225,7 +225,7 @@ def _load_all(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
     own = model.state_dict()
     for name, tensor in own.items():
         if name not in tensors:
-            raise ValueError(f"no tensor for {name!r}")
+            raise ValueError(f"the converted weights lack {name!r}")
         if tensors[name].shape != tensor.shape:
             raise ValueError(f"{name!r} must be {list(tensor.shape)}, got {list(tensors[name].shape)}")
     model.load_state_dict(tensors, assign=True)

@@ -1,1 +1,1 @@
-"""The parts of a model that do not mix tokens: normalisation, positions, feed-forward, embedding."""
+"""Layers that don't mix tokens: normalisation, positions, feed-forward networks, embeddings and heads."""

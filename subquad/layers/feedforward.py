@@ -1,4 +1,4 @@
-"""Feed-forward networks: the same small network at every token. Shape letters: B batch, T tokens, D model width."""
+"""Feed-forward networks, applied to each token alone. Shape letters: B batch, T tokens, D model width."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ FEEDFORWARDS = ("gelu", "gelu_tanh", "swiglu", "bilinear")
 
 
 class GELU(nn.Module):
-    """`y = down(gelu(up(x)))`, with `round(mult * D)` hidden channels, or `hidden` where they are given.
+    """`y = down(gelu(up(x)))` with `round(mult * D)` hidden channels, or `hidden` if given.
 
-    `gelu(x) = x Phi(x)`; with `approximate="tanh"` it is `x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`
-    (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2), GPT-2's.
+    `gelu(x) = x Phi(x)`; `approximate="tanh"` gives GPT-2's `x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`
+    (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2).
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class GELU(nn.Module):
         self.down = nn.Linear(hidden, dim, bias=bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """`[B, T, D]` to `[B, T, D]`."""
+        """Map `[B, T, D]` to `[B, T, D]`."""
         return self.down(F.gelu(self.up(x_BTD), approximate=self.approximate))
 
 
 class SwiGLU(nn.Module):
-    """`y = down(silu(gate(x)) * up(x))`, with `2/3 * mult * D` hidden channels, to a multiple of 8, or `hidden`.
+    """`y = down(silu(gate(x)) * up(x))` with `2/3 * mult * D` hidden channels, rounded to a multiple of 8, or `hidden`.
 
-    Three matrices of two thirds of the width have the parameters of GELU's two.
+    At two thirds of the width, its three matrices have as many parameters as GELU's two.
     """
 
     def __init__(self, dim: int, *, mult: float = 4.0, bias: bool = False, hidden: int | None = None) -> None:
@@ -53,16 +53,16 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, dim, bias=bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """`[B, T, D]` to `[B, T, D]`."""
+        """Map `[B, T, D]` to `[B, T, D]`."""
         return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
 class Bilinear(nn.Module):
     """`y_k = sum_ij silu(wide(x))_i silu(narrow(x))_j W_ijk + c_k`, ELiTA's FeedForward2.
 
-    `wide` keeps the model width D, `narrow` has `b = 2 * mult` channels (the paper's factor 8 where `mult` is 4), and
-    `down` is `W` as a matrix `[D, D * b]`, its column `i * b + j` for `W_ij`. With biases it has
-    `(b + 1) D^2 + (b + 2) D + b` parameters: with b = 8 an eighth more than GELU's. Source: A. C. O. Sharma,
+    `wide` keeps the model width D, `narrow` has `b = 2 * mult` channels (the paper's factor 8 for `mult` 4), and
+    `down` is `W` as a matrix `[D, D * b]` whose column `i * b + j` holds `W_ij`. With biases it has
+    `(b + 1) D^2 + (b + 2) D + b` parameters: an eighth more than GELU for b = 8. Source: A. C. O. Sharma,
     "Efficient Linear-Time Attention Transformers", 2023 (github.com/acosharma/elita-transformer), Feed-Forward2.
     """
 
@@ -74,7 +74,7 @@ class Bilinear(nn.Module):
         self.down = nn.Linear(dim * factor, dim, bias=bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """`[B, T, D]` to `[B, T, D]`; the products of the two branches are `[B, T, D * b]`."""
+        """Map `[B, T, D]` to `[B, T, D]`; the products of the two branches are `[B, T, D * b]`."""
         wide_BTD, narrow_BTb = F.silu(self.wide(x_BTD)), F.silu(self.narrow(x_BTD))
         return self.down((wide_BTD.unsqueeze(-1) * narrow_BTb.unsqueeze(-2)).flatten(-2))
 
@@ -82,10 +82,10 @@ class Bilinear(nn.Module):
 def build_feedforward(
     kind: str, dim: int, *, mult: float = 4.0, bias: bool = False, hidden: int | None = None
 ) -> GELU | SwiGLU | Bilinear:
-    """The feed-forward network `gelu`, `gelu_tanh`, `swiglu` or `bilinear` for the model width `dim`.
+    """Build the feed-forward network `gelu`, `gelu_tanh`, `swiglu` or `bilinear` for the model width `dim`.
 
-    `hidden` gives the hidden channels outright, in place of `mult`. Raises `ValueError` for an unknown kind and for
-    `hidden` with `bilinear`, whose channels are all products of two branches.
+    `hidden` sets the hidden channels directly, in place of `mult`. Raises `ValueError` for an unknown kind, and for
+    `hidden` with `bilinear`, whose hidden channels are all products of its two branches.
     """
     if kind == "gelu":
         return GELU(dim, mult=mult, bias=bias, hidden=hidden)

@@ -1,6 +1,6 @@
-"""ELiTA's look-up over the head's logits, and a loss that never holds all of them.
+"""ELiTA's lookup over the logits, and a loss that never holds the logits of all tokens.
 
-Shape letters: N tokens, D model width, V vocabulary, R rows of the look-up.
+Shape letters: N tokens, D model width, V vocabulary, R rows of the lookup.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from subquad.ops import loss
 
 
 class Lookup(nn.Module):
-    """`z = l + down(silu(up(l)))` for logits `l` `[.., V]`, ELiTA's look-up over the logits of a tied head.
+    """`z = l + down(silu(up(l)))` for logits `l` `[.., V]`: ELiTA's lookup over the logits of a tied head.
 
-    The `rows` hidden channels are R situations in which the logits are corrected. ELiTA's author has 5000 logits and
-    8192 rows and does not say whether the logits themselves are added: with `residual=False` they are not. There are no
-    biases, so that the logits of padding, which are zero, stay zero. Source: A. C. O. Sharma, "Efficient Linear-Time
+    Each of the R = `rows` hidden channels is a situation in which the logits are corrected. ELiTA's author uses 5000
+    logits and 8192 rows and doesn't say whether the logits themselves are added; `residual=False` leaves them out.
+    There are no biases, so the zero logits of padding stay zero. Source: A. C. O. Sharma, "Efficient Linear-Time
     Attention Transformers", 2023 (github.com/acosharma/elita-transformer), Other Methods.
     """
 
@@ -32,7 +32,7 @@ class Lookup(nn.Module):
         self.down = nn.Linear(rows, vocab_size, bias=False)
 
     def forward(self, logits: Tensor) -> Tensor:
-        """`[.., V]` to `[.., V]`."""
+        """Map `[.., V]` to `[.., V]`."""
         corrected = self.down(F.silu(self.up(logits)))
         return logits + corrected if self.residual else corrected
 
@@ -49,10 +49,10 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """`-log softmax(logits_of(h))[label]`, in nats, for a head that is more than one matrix.
 
-    `logits_of` takes `[n, D]` to `[n, V]`. Tokens go through it in chunks, so that of the widest tensor in it, `width`
-    channels, at most `subquad.ops.loss.CHUNK_ENTRIES` entries are held (at least one token), and the backward pass
-    computes each chunk again. Reductions and labels are those of `subquad.ops.loss.linear_cross_entropy`. Raises
-    `ValueError` for shapes, a width or a reduction that do not fit.
+    `logits_of` maps `[n, D]` to `[n, V]`. It runs on chunks of tokens, so that its widest tensor, of `width` channels,
+    has at most `subquad.ops.loss.CHUNK_ENTRIES` entries (but at least one token); the backward pass computes each
+    chunk again. Reductions and labels are as in `subquad.ops.loss.linear_cross_entropy`. Raises `ValueError` for an
+    invalid shape, width or reduction.
     """
     if width < 1:
         raise ValueError(f"width must be at least 1 (channels of the widest tensor in logits_of), got {width}")

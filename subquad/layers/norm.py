@@ -8,9 +8,9 @@ NORMS = ("layer", "rms")
 
 
 def build_norm(kind: str, dim: int, eps: float | None = None) -> nn.LayerNorm | nn.RMSNorm:
-    """`layer`: `(x - mean) / sqrt(var + eps) * w + b`; `rms`: `x / sqrt(mean(x^2) + eps) * w`, over D = `dim`.
+    """Build `layer`: `(x - mean) / sqrt(var + eps) * w + b`, or `rms`: `x / sqrt(mean(x^2) + eps) * w`, over D = `dim`.
 
-    Without `eps` it is 1e-5 for `layer` and 1e-6 for `rms`.
+    `eps` defaults to 1e-5 for `layer` and 1e-6 for `rms`. Raises `ValueError` for an unknown kind.
     """
     if kind == "layer":
         return nn.LayerNorm(dim, eps=1e-5 if eps is None else eps)

@@ -1,7 +1,7 @@
 """Embeddings and positions: rotary (in the mechanisms), sinusoidal and learned (added to the embeddings).
 
-A position counts the real tokens before a token. It is given by `start`, the position of the first token: an `int`, or
-a `[B]` tensor where rows differ. Shape letters: B batch, T tokens, D model width, H heads, K key channels.
+A token's position is the number of real tokens before it. `start` is the position of the first token: an `int`, or a
+`[B]` tensor if rows differ. Shape letters: B batch, T tokens, D model width, H heads, K key channels.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def rotate(
     channels: int | None = None,
     scaling: RopeScaling | None = None,
 ) -> Tensor:
-    """Rotary positions: the channels (c, c + K/2) at position p turn by the angle `p * base ** (-2c / K)`.
+    """Rotate channels (c, c + K/2) of `x` `[B, H, T, K]` at position p by the angle `p * base ** (-2c / K)`.
 
-    With `channels` R the first R channels turn, as if they were all (K is R then), and the others stay as they are;
-    `scaling` changes the frequencies, and the size of what turns where it says so.
+    With `channels` R, only the first R channels are rotated (with K = R in the formula). `scaling` changes the
+    frequencies and, for yarn, the amplitude.
 
-    The product of a rotated query and a rotated key depends on the difference of their positions alone. `x` is
-    `[B, H, T, K]`; the result has its dtype, and the arithmetic is in float32 or wider. Raises `ValueError` for an odd
-    K and for a `start` that is neither an int nor an integer tensor `[B]`.
+    The product of a rotated query and a rotated key depends only on the difference of their positions. The result has
+    the dtype of `x`; the arithmetic is in float32 or wider. Raises `ValueError` for an odd K, or if `start` is neither
+    an int nor an integer tensor `[B]`.
     """
     T, K = x_BHTK.shape[-2:]
     if channels is not None and channels != K:
@@ -57,7 +57,7 @@ def rotate(
 
 
 def positions(start: int | Tensor, tokens: int, device: torch.device) -> Tensor:
-    """Positions of `tokens` tokens from `start` on: `[1, T]` for an int, `[B, T]` for a tensor `[B]`."""
+    """Return the positions of `tokens` tokens from `start` on: `[1, T]` for an int, `[B, T]` for a tensor `[B]`."""
     steps_T = torch.arange(tokens, device=device)
     if isinstance(start, int):
         return (start + steps_T)[None]
@@ -76,7 +76,7 @@ def _angles(
     device: torch.device,
     scaling: RopeScaling | None = None,
 ) -> Tensor:
-    """Angles `[1 or B, T, channels / 2]`, in float64 where the device has it: float32 is off by 0.004 at 100,000."""
+    """Return angles `[1 or B, T, channels / 2]`, in float64 unless on MPS: float32 is off by 0.004 at 100,000."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     p_BT1 = positions(start, tokens, device)[..., None].to(dtype)
     if scaling is not None:
@@ -108,10 +108,9 @@ def _kept_cos_sin(*angles_and_inference: Any) -> tuple[Tensor, Tensor]:
 
 
 class Sinusoidal(nn.Module):
-    """Sines in the first half of the channels, cosines in the second: angle `p * base ** (-2c / D)`; no parameters.
+    """Add sines (first half of the channels) and cosines (second half) of the angles `p * base ** (-2c / D)`.
 
-    Any position has an encoding. It is multiplied by `scale`, so that it can have the size of the embeddings that it
-    is added to.
+    There are no parameters and no largest position. `scale` multiplies the encoding, to match the embeddings' size.
     """
 
     def __init__(self, dim: int, *, scale: float = 1.0, base: float = ROTARY_BASE) -> None:
@@ -121,18 +120,18 @@ class Sinusoidal(nn.Module):
         self.dim, self.scale, self.base = dim, scale, base
 
     def forward(self, x_BTD: Tensor, start: int | Tensor, lengths_B: Tensor | None = None) -> Tensor:
-        """`x` plus the encodings of the positions from `start` on."""
+        """Return `x` plus the encodings of the positions from `start` on."""
         angles_BTC = _angles(start, x_BTD.shape[1], self.dim, self.base, x_BTD.device)
         table_BTD = self.scale * torch.cat((angles_BTC.sin(), angles_BTC.cos()), dim=-1)
         return x_BTD + table_BTD.to(x_BTD.dtype)
 
     def extra_repr(self) -> str:
-        """The arguments, for `repr`."""
+        """Return the arguments for `repr`."""
         return f"dim={self.dim}, scale={self.scale}, base={self.base}"
 
 
 class Learned(nn.Module):
-    """A trained table: row p is added to the token at position p, for p < max_positions."""
+    """Add row p of a trained table to the token at position p < `max_positions`."""
 
     def __init__(self, dim: int, max_positions: int) -> None:
         super().__init__()
@@ -141,9 +140,9 @@ class Learned(nn.Module):
         self.table = nn.Embedding(max_positions, dim)
 
     def forward(self, x_BTD: Tensor, start: int | Tensor, lengths_B: Tensor | None = None) -> Tensor:
-        """`x` plus the rows of the positions from `start` on; row b has `lengths_B[b]` real tokens (None: T).
+        """Return `x` plus the table's rows from `start` on; sequence b has `lengths_B[b]` real tokens (None: T).
 
-        Raises `ValueError` for a position outside of the table (compiled, the look-up itself raises).
+        Raises `ValueError` for a position outside of the table (in compiled code the embedding itself raises).
         """
         B, T = x_BTD.shape[:2]
         p_BT = positions(start, T, x_BTD.device)
@@ -151,7 +150,7 @@ class Learned(nn.Module):
             p_BT = p_BT.expand(B, T).masked_fill(~real_slots(lengths_B, T), 0)
         rows = self.table.num_embeddings
         settled = torch.compiler.is_compiling() or not p_BT.numel() or (isinstance(start, int) and start + T <= rows)
-        if not settled and (last := int(p_BT.max())) >= rows:  # the data, where the shapes do not settle it
+        if not settled and (last := int(p_BT.max())) >= rows:  # reads data, only if shapes don't decide
             raise ValueError(
                 f"position {last} is outside of the learned table of {rows} positions (max_positions); "
                 "use shorter sequences, a larger table, or rope or sinusoidal positions"
@@ -160,7 +159,7 @@ class Learned(nn.Module):
 
 
 class Embedding(nn.Module):
-    """`dropout(E[token] + position)`; `position` is None where positions enter elsewhere or not at all."""
+    """`dropout(E[token] + position)`; `position` is None if positions enter elsewhere or not at all."""
 
     def __init__(
         self, vocab_size: int, dim: int, *, position: Sinusoidal | Learned | None = None, dropout: float = 0.0
@@ -171,10 +170,7 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens_BT: Tensor, start: int | Tensor = 0, lengths_B: Tensor | None = None) -> Tensor:
-        """Vectors `[B, T, D]` of tokens whose first stands at position `start` (an int, or a tensor `[B]`).
-
-        Row b has `lengths_B[b]` real tokens, then padding (None: T).
-        """
+        """Embed `tokens_BT` from position `start` on; row b has `lengths_B[b]` real tokens before padding (None: T)."""
         x_BTD = self.tokens(tokens_BT)
         if self.position is not None:
             x_BTD = self.position(x_BTD, start, lengths_B)

@@ -1,4 +1,4 @@
-"""Rotary frequencies for contexts longer than those trained on, as transformers computes them; read without torch."""
+"""Rotary frequencies for longer contexts than in training, as in transformers. This module doesn't import torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from subquad.config import Config, suggest
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling(Config):
-    """A change of the rotary frequencies `f_c = base ** (-2c / K)`, so that more positions look as those trained on.
+    """Scaling of the rotary frequencies `f_c = base ** (-2c / K)`, which maps longer contexts to trained positions.
 
-    With s = factor, L = original and n_c = L f_c / 2 pi, the turns of frequency c within L tokens:
+    With s = factor, L = original and n_c = L f_c / 2 pi, the number of turns of frequency c within L tokens:
 
     * `linear`: `f_c / s` (Chen et al. 2023, arXiv:2306.15595);
     * `dynamic`: the base becomes `base * (s N / L - s + 1) ** (K / (K - 2))` for sequences of N = length tokens
-      (NTK-aware scaling, bloc97 and emozilla 2023). Transformers takes N anew from every call, so that frequencies,
-      and with them every output, depend on how many tokens follow; here N is fixed, and N = L changes nothing;
+      (NTK-aware scaling, bloc97 and emozilla 2023). Transformers computes N anew in every call, so that each output
+      depends on how many tokens follow; here N is fixed, and N = L changes nothing;
     * `yarn`: `f_c / s` below beta_slow turns, `f_c` above beta_fast, a ramp over the channels between them, and cosines
       and sines times attention_factor (Peng et al. 2023, arXiv:2309.00071);
     * `llama3`: `f_c / s` below low_freq_factor turns, `f_c` above high_freq_factor, a ramp over n_c between them
@@ -26,29 +26,29 @@ class RopeScaling(Config):
     """
 
     kind: Literal["linear", "dynamic", "yarn", "llama3"] = "linear"
-    """How frequencies are changed."""
+    """Rule that changes the frequencies."""
     factor: float = 1.0
-    """s: how many times longer sequences get."""
+    """s: ratio of the longer context to the trained one."""
     original: int | None = None
-    """L: tokens of the sequences trained on; needed by all kinds but linear."""
+    """L: sequence length in training, in tokens; required except for linear."""
     length: int | None = None
-    """dynamic: N, tokens of the sequences that the frequencies are for (None: original, which changes nothing)."""
+    """dynamic: N, target sequence length in tokens (None: original, which changes nothing)."""
     attention_factor: float | None = None
-    """yarn: what cosines and sines are multiplied by (None: 0.1 ln(s) + 1, or by mscale and mscale_all_dim)."""
+    """yarn: factor of cosines and sines (None: 0.1 ln(s) + 1, or by mscale and mscale_all_dim)."""
     beta_fast: float = 32.0
-    """yarn: turns within L above which a frequency stays."""
+    """yarn: number of turns within L above which a frequency is unchanged."""
     beta_slow: float = 1.0
-    """yarn: turns within L below which a frequency is divided by s."""
+    """yarn: number of turns within L below which a frequency is divided by s."""
     mscale: float | None = None
-    """yarn: attention_factor is (0.1 mscale ln(s) + 1) / (0.1 mscale_all_dim ln(s) + 1) where both are given."""
+    """yarn: with mscale_all_dim, attention_factor is (0.1 mscale ln(s) + 1) / (0.1 mscale_all_dim ln(s) + 1)."""
     mscale_all_dim: float | None = None
     """yarn: see mscale."""
     truncate: bool = True
-    """yarn: whether the ramp begins and ends at whole channels."""
+    """yarn: round the ramp's ends to whole channels."""
     low_freq_factor: float = 1.0
-    """llama3: turns within L below which a frequency is divided by s."""
+    """llama3: number of turns within L below which a frequency is divided by s."""
     high_freq_factor: float = 4.0
-    """llama3: turns within L above which a frequency stays."""
+    """llama3: number of turns within L above which a frequency is unchanged."""
 
     def __post_init__(self) -> None:
         choices = get_args(get_type_hints(type(self))["kind"])
@@ -80,7 +80,7 @@ class RopeScaling(Config):
                 raise ValueError(f"rope_scaling.{name} must be above 0, got {value}")
 
     def frequencies(self, channels: int, base: float) -> list[float]:
-        """The angle per position of each pair of `channels` channels, `channels / 2` of them."""
+        """Return the angle per position of each of the `channels / 2` pairs of channels."""
         if self.kind == "dynamic":
             return plain_frequencies(channels, self._dynamic_base(channels, base))
         plain = plain_frequencies(channels, base)
@@ -91,7 +91,7 @@ class RopeScaling(Config):
 
     @property
     def amplitude(self) -> float:
-        """The factor of cosines and sines: 1 but for yarn."""
+        """Return the factor of cosines and sines, which is 1 except for yarn."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -111,7 +111,7 @@ class RopeScaling(Config):
         return base * float(stretch ** (channels / (channels - 2)))
 
     def _yarn_kept(self, channels: int, base: float) -> list[float]:
-        """The share of each frequency that stays: 1 for the first channels, 0 for the last."""
+        """Return the unscaled share of each frequency: 1 for the first channels, 0 for the last."""
         assert self.original is not None
 
         def pair_with(turns: float) -> float:
@@ -133,10 +133,10 @@ class RopeScaling(Config):
 
 
 def plain_frequencies(channels: int, base: float) -> list[float]:
-    """`base ** (-2c / channels)` for c in 0 to `channels / 2 - 1`."""
+    """Return `base ** (-2c / channels)` for c from 0 to `channels / 2 - 1`."""
     return [base ** (-2 * c / channels) for c in range(channels // 2)]
 
 
 def rotated_channels(channels: int, fraction: float) -> int:
-    """Channels of a head that are rotated: `floor(fraction * channels)`."""
+    """Return the number of rotated channels per head: `floor(fraction * channels)`."""
     return int(channels * fraction)

@@ -19,7 +19,7 @@ class Slots(NamedTuple):
 
     `q_pos_BT`, `k_pos_BS`: positions by row, negative for an empty slot; None: counted from `q_start` and `k_start`.
     `lengths_B`: number of each row's key slots that hold a token; None if no query could see a later slot.
-    `q_doc_BT`, `k_doc_BS`: documents, of which a query sees only its own; given only along with positions by row.
+    `q_doc_BT`, `k_doc_BS`: document ids, only with positions by row; a query sees the keys of its own document.
     """
 
     q_start: int

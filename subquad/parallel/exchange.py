@@ -1,4 +1,4 @@
-"""Differentiable exchanges between the ranks of a group: what stands before a rank's tokens, and what summarises it.
+"""Differentiable exchanges between the ranks of a group: earlier tokens, and summaries of earlier ranks.
 
 Shape letters: B batch, G heads, T tokens of a rank, K channels, P ranks.
 """
@@ -14,31 +14,31 @@ from torch import Tensor
 from subquad.parallel.group import ContextGroup, Message, Sent
 
 Span = tuple[int, int]
-"""Positions from the first one to the second one, which is left out."""
+"""Start and stop of a range of positions, without `stop`."""
 Tensors = tuple[Tensor, ...]
 
 
 def last_before(reach: int, tokens: int, ranks: int) -> list[Span]:
-    """For each rank of `tokens` tokens, the `reach` positions before its first one, or all where there are fewer."""
+    """Return, for each rank of `tokens` tokens, the last `reach` positions before its own, or all if fewer."""
     return [(max(0, rank * tokens - reach), rank * tokens) for rank in range(ranks)]
 
 
 def first_before(count: int, tokens: int, ranks: int) -> list[Span]:
-    """For each rank of `tokens` tokens, the first `count` positions, as far as they lie before its first one."""
+    """Return, for each rank of `tokens` tokens, those of the first `count` positions that precede its own."""
     return [(0, min(count, rank * tokens)) for rank in range(ranks)]
 
 
 def held(owner: int, span: Span, tokens: int) -> Span:
-    """The part of a span that a rank holds, counted from its own first token; empty parts end where they begin."""
+    """Return the part of a span that `owner` holds, relative to its first token; an empty part has stop = start."""
     first = owner * tokens
     start = min(max(span[0] - first, 0), tokens)
     return start, max(start, min(span[1] - first, tokens))
 
 
 def earlier(spans: Sequence[Span], group: ContextGroup, /, *tensors_BGTK: Tensor) -> tuple[Tensor, ...]:
-    """The tokens at positions `spans[rank]`, which lie before this rank's own, of tensors `[B, G, T, K]`.
+    """Fetch the tokens at positions `spans[rank]`, which precede this rank's own, of tensors `[B, G, T, K]`.
 
-    Each rank that holds some of them sends them; their gradients go back to it and are added up there.
+    The ranks that hold them send them. Their gradients return to these ranks and are summed there.
     """
     if group.size == 1:
         return tuple(x[:, :, :0] for x in tensors_BGTK)
@@ -80,19 +80,19 @@ class _Earlier(torch.autograd.Function):
 
 
 def _readers(spans: Sequence[Span], owner: int, tokens: int) -> list[tuple[int, Span]]:
-    """The later ranks that need some of a rank's tokens, and which."""
+    """Return the later ranks that need tokens of `owner`, with the span each needs."""
     parts = [(rank, held(owner, spans[rank], tokens)) for rank in range(owner + 1, len(spans))]
     return [(rank, part) for rank, part in parts if part[0] < part[1]]
 
 
 def _owners(spans: Sequence[Span], reader: int, tokens: int) -> list[tuple[int, Span]]:
-    """The earlier ranks that hold what a rank needs, and where."""
+    """Return the earlier ranks that hold tokens which `reader` needs, with the span each holds."""
     parts = [(rank, held(rank, spans[reader], tokens)) for rank in range(reader)]
     return [(rank, part) for rank, part in parts if part[0] < part[1]]
 
 
 def sent_for_earlier(spans: Sequence[Span], tokens: int, token_bytes: int) -> list[Sent]:
-    """Bytes that each rank sends in `earlier`: it has `tokens` tokens of `token_bytes`, all tensors together."""
+    """Return the bytes that each rank of `tokens` tokens sends in `earlier`; `token_bytes` is over all tensors."""
 
     def size(parts: list[tuple[int, Span]]) -> int:
         return token_bytes * sum(stop - start for _, (start, stop) in parts)
@@ -108,10 +108,10 @@ def prefix(
     group: ContextGroup,
     /,
 ) -> Tensors:
-    """The summaries of all earlier ranks merged, in log2(P) steps; on the first rank tensors full of `empty`.
+    """Merge the summaries of all earlier ranks in log2(P) steps; the first rank gets tensors filled with `empty`.
 
-    In step d = 1, 2, 4, ... rank r gives rank r + d the merged summaries of its own tokens and of the d - 1 ranks
-    before. `merge(earlier, later)` must be associative, with `empty` as its neutral element.
+    In step d = 1, 2, 4, ... rank r sends rank r + d the merged summaries of ranks r - d + 1 to r.
+    `merge(earlier, later)` must be associative, with `empty` as its neutral element.
     """
     before = tuple(torch.full_like(x, fill) for x, fill in zip(summary, empty, strict=True))
     for distance in _distances(group.size):
@@ -123,7 +123,7 @@ def prefix(
 
 
 class _Shift(torch.autograd.Function):
-    """Each rank's tensors to the rank `distance` places later; the first ranks get tensors full of `empty`."""
+    """Send each rank's tensors to rank + `distance`; the first ranks receive tensors filled with `empty`."""
 
     @staticmethod
     def forward(
@@ -154,7 +154,7 @@ def _distances(ranks: int) -> list[int]:
 
 
 def sent_for_prefix(summary_bytes: int, ranks: int) -> list[Sent]:
-    """Bytes that each rank sends in `prefix`, for summaries of `summary_bytes`."""
+    """Return the bytes that each rank sends in `prefix` for summaries of `summary_bytes`."""
     steps = _distances(ranks)
     return [
         Sent(summary_bytes * sum(r + d < ranks for d in steps), summary_bytes * sum(r - d >= 0 for d in steps))

@@ -1,4 +1,4 @@
-"""The processes that share one sequence, and the exchanges between them: torch.distributed, with the bytes counted."""
+"""The group of processes that share a sequence: exchanges by torch.distributed, with their bytes counted."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch import Tensor, distributed
 from subquad.state import State
 
 Message = tuple[int, Tensor]
-"""A rank, and the tensor that goes there or is filled from there."""
+"""A rank, and the tensor to send to it or to fill from it."""
 
 
 class Sent(NamedTuple):
-    """Bytes that one process sends to others."""
+    """Bytes that one process sends to others in the forward and in the backward pass."""
 
     forward: int = 0
     backward: int = 0
 
     def plus(self, other: Sent) -> Sent:
-        """Both together."""
+        """Return the sums."""
         return Sent(self.forward + other.forward, self.backward + other.backward)
 
 
 class ContextGroup:
-    """P processes that share sequences: of T tokens rank r holds T / P, from number `r T / P` on.
+    """P processes that share sequences: rank r holds T / P of the T tokens, from position `r T / P` on.
 
-    `process_group` is torch.distributed's (None: all processes). `sent` counts the bytes that this process has sent for
-    the layers' exchanges; those of a recomputation (`gradient_checkpointing`) count as forward again. Raises
-    `ValueError` where torch.distributed has not been started and where this process is not in the group.
+    `process_group` is torch.distributed's (None: all processes). `sent` counts the bytes that this process has sent in
+    the layers' exchanges; a recomputation (`gradient_checkpointing`) counts as forward again. Raises `ValueError` if
+    torch.distributed isn't initialised or this process isn't in the group.
     """
 
     rank: int
@@ -53,38 +53,38 @@ class ContextGroup:
 
     @classmethod
     def neighbours(cls, size: int, *, timeout: float | None = None) -> ContextGroup:
-        """Groups of `size` processes each, in the order of their ranks; the one that this process is in.
+        """Split all processes into groups of `size` consecutive ranks, and return the group of this process.
 
-        They wait `timeout` seconds for each other (None: as long as torch.distributed does). All processes must call
-        it. Raises `ValueError` unless `size` divides their number.
+        Processes of a group wait at most `timeout` seconds for each other (None: torch.distributed's limit). All
+        processes must call this. Raises `ValueError` unless `size` divides their number.
         """
         world = cls()
         if size < 1 or world.size % size:
-            raise ValueError(f"groups must share {world.size} processes equally, got groups of size={size}")
+            raise ValueError(f"size must divide the number of processes, {world.size}, got size={size}")
         limit = None if timeout is None else timedelta(seconds=timeout)
         mine, _ = distributed.new_subgroups(group_size=size, timeout=limit)
         return cls(mine)
 
     def offset(self, tokens: int) -> int:
-        """The position of this rank's first token, where each rank has `tokens`."""
+        """Return the position of this rank's first token if each rank has `tokens` tokens."""
         return self.rank * tokens
 
     def part(self, x_BT: Tensor, /) -> Tensor:
-        """This rank's part of whole sequences `[B, T, ...]`. Raises `ValueError` unless T is a multiple of P."""
+        """Return this rank's part of sequences `[B, T, ...]`. Raises `ValueError` unless T is a multiple of P."""
         tokens = x_BT.shape[1]
         if tokens % self.size:
             raise ValueError(
                 f"{self.size} processes share a sequence equally: its tokens must be a multiple of {self.size}, "
-                f"got {tokens}; cut or fill it up"
+                f"got {tokens}; truncate or extend it"
             )
         return x_BT.narrow(1, self.offset(tokens // self.size), tokens // self.size)
 
     def exchange(
         self, outgoing: Sequence[Message], incoming: Sequence[Message], *, backward: bool = False
     ) -> Callable[[], None]:
-        """Begin to send tensors to ranks and to fill tensors from others; what is returned waits for all of it.
+        """Start sending and receiving tensors, and return a function that waits for all of them.
 
-        All tensors must be contiguous; between two ranks they are matched by their order.
+        Tensors must be contiguous; those between two ranks are matched by order.
         """
         size = sum(x.nbytes for _, x in outgoing)
         self.sent = self.sent.plus(Sent(0, size) if backward else Sent(size, 0))
@@ -112,14 +112,14 @@ class ContextGroup:
         return rank if self.process_group is None else distributed.get_global_rank(self.process_group, rank)
 
     def gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        """The ranks' tensors, which must agree in shape, one after another along `dim`; without gradients."""
+        """Concatenate the ranks' tensors, of equal shape, along `dim`, without gradients."""
         x = x.detach().contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         distributed.all_gather(parts, x, group=self.process_group)
         return torch.cat(parts, dim)
 
     def last_state(self, state: State, device: torch.device) -> State:
-        """The last rank's state, on every rank; without gradients."""
+        """Return the last rank's state on every rank, without gradients."""
         last = self.size - 1
         shapes = [state.map(lambda x: x.detach().to("meta"))]
         distributed.broadcast_object_list(shapes, self._global(last), self.process_group)
@@ -132,28 +132,26 @@ class ContextGroup:
         return (state if self.rank == last else shapes[0]).map(shared)
 
     def check_same(self, tokens: int, device: torch.device) -> None:
-        """Raise `ValueError` unless all ranks hold this many tokens."""
+        """Raise `ValueError` unless all ranks hold `tokens` tokens."""
         all_tokens = self.gather(torch.tensor([tokens], device=device)).tolist()
         if len(set(all_tokens)) > 1:
-            raise ValueError(
-                f"every process of a context group must hold equally many tokens of a sequence, got {all_tokens}"
-            )
+            raise ValueError(f"every process of a context group must hold the same number of tokens, got {all_tokens}")
 
 
-# By thread: a server's other threads read whole sequences. Empty almost always, which costs nothing and compiles.
+# By thread, because a server's other threads read whole sequences. Usually empty: then the check is free and compiles.
 _active: dict[int, ContextGroup] = {}
 
 
 def active_group() -> ContextGroup | None:
-    """The group whose processes share the sequences that this thread reads; None outside of `context_parallel`."""
+    """Return the group that shares the sequences read by this thread, or None outside of `context_parallel`."""
     return _active.get(threading.get_ident()) if _active else None
 
 
 @contextmanager
 def context_parallel(group: ContextGroup, /) -> Iterator[ContextGroup]:
-    """Within the block, what models and layers are given in this thread is this rank's part of longer sequences.
+    """Treat the inputs of models and layers called in this block and thread as this rank's part of longer sequences.
 
-    All processes of the group must enter it and make the same calls. The backward pass may run outside of the block.
+    All processes of the group must enter the block and make the same calls. The backward pass may run outside of it.
     """
     thread = threading.get_ident()
     before = _active.get(thread)
@@ -168,6 +166,6 @@ def context_parallel(group: ContextGroup, /) -> Iterator[ContextGroup]:
 
 
 def refuse(owner: str) -> None:
-    """Raise `ValueError` where a group is active: `owner` reads whole sequences."""
+    """Raise `ValueError` if a group is active, since `owner` reads whole sequences."""
     if active_group() is not None:
         raise ValueError(f"{owner} cannot read a sequence that several processes share: leave `context_parallel`")

@@ -1,8 +1,8 @@
-"""Attention without bounded reach: blocks of keys and values travel round the ranks, outputs are merged as they come.
+"""Ring attention, for patterns of unbounded reach: blocks of keys and values travel round the ranks.
 
-Forward, each rank merges its outputs over the blocks by their logsumexp (`merge_attention`) and keeps its own tokens'
-queries, keys, values and outputs, nothing else. Backward, the blocks travel once more; the weights of each are computed
-again, and the gradients of a block's keys and values travel along and come home with the last step.
+Forward, each rank merges its outputs over the blocks by their logsumexp (`merge_attention`) and saves only its own
+queries, keys, values and outputs. Backward, the blocks travel again and their weights are recomputed; the gradients of
+a block's keys and values travel with it and reach its owner in the last step.
 
 Shape letters: B batch, H query heads, G key heads, T tokens of a rank, K key channels, V value channels.
 """
@@ -19,14 +19,14 @@ from subquad.ops import merge_attention
 from subquad.parallel.group import ContextGroup, Sent
 
 Attend = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
-"""Outputs `[B, H, T, V]` and logsumexp `[B, H, T]` of queries, a block's keys and values, and where both begin."""
+"""Maps queries, a block's keys and values, and both starts to outputs `[B, H, T, V]` and logsumexp `[B, H, T]`."""
 
 
 def ring_attention(attend: Attend, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, group: ContextGroup, /) -> Tensor:
-    """The outputs `[B, H, T, V]` of this rank's queries, which see no later key, over the keys of all ranks.
+    """Return the outputs `[B, H, T, V]` of this rank's queries over all ranks' keys, for causal patterns.
 
-    Blocks that lie wholly after a rank's queries only pass through it. So later ranks do more: rank r computes r + 1 of
-    the P blocks, and all wait for the last.
+    Blocks after a rank's queries only pass through it. Rank r therefore computes r + 1 of the P blocks, and all wait
+    for the last rank.
     """
     return _Ring.apply(attend, group, q_BHTK, k_BGTK, v_BGTV)
 
@@ -82,11 +82,13 @@ class _Ring(torch.autograd.Function):
 def _gradients(
     attend: Attend, inputs: Sequence[Tensor], q_start: int, k_start: int, out: Tensor, lse: Tensor, grad: Tensor
 ) -> Sequence[Tensor]:
-    """Of one block, through `out = sum_j exp(lse_j - lse) out_j`: `dlse_j = exp(lse_j - lse) do . (out_j - out)`."""
+    """Return one block's gradients: from `out = sum_j exp(lse_j - lse) out_j`, `do_j = exp(lse_j - lse) do` and
+    `dlse_j = exp(lse_j - lse) do . (out_j - out)`.
+    """
     with torch.enable_grad():
         q, k, v = leaves = [x.detach().requires_grad_() for x in inputs]
         part, part_lse = attend(q, k, v, q_start, k_start)
-    # Rows that see no key of this block, or none at all.
+    # Zero for rows that see no key of this block; exp(-inf + inf) would be NaN for rows without any key.
     share = (part_lse.detach() - lse).exp().masked_fill(torch.isneginf(part_lse.detach()), 0.0)[..., None]
     grads = (share * grad).to(part.dtype), (share * grad * (part.detach() - out)).sum(-1)
     pairs = [(y, g) for y, g in zip((part, part_lse), grads, strict=True) if y.requires_grad]
@@ -97,7 +99,7 @@ def _gradients(
 def _rotate(
     block: list[Tensor], group: ContextGroup, step: int, *, backward: bool = False
 ) -> tuple[list[Tensor], Callable[[], None]]:
-    """The block that the rank before holds, to be there after the wait; in the last step there is none to come."""
+    """Pass the block on; return the previous rank's block, valid after the wait. The last step passes nothing."""
     if step == group.size - 1:
         return block, lambda: None
     coming = [torch.empty_like(x) for x in block]
@@ -116,5 +118,5 @@ def _zeros(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def sent_for_ring(block_bytes: int, ranks: int) -> list[Sent]:
-    """Bytes that each rank sends in `ring_attention`, for blocks of `block_bytes` of float32 keys and values."""
+    """Return the bytes that each rank sends in `ring_attention`, for float32 keys and values of `block_bytes`."""
     return [Sent((ranks - 1) * block_bytes, 2 * (ranks - 1) * block_bytes)] * ranks

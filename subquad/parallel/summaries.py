@@ -1,4 +1,4 @@
-"""The state that a scan begins with on a rank: the merged sums over the tokens of all earlier ranks.
+"""The initial state of a scan on a rank: merged summaries of all earlier ranks' tokens.
 
 Shape letters: B batch, H heads, T tokens of a rank, K key channels, L latents, V value channels.
 """
@@ -16,28 +16,28 @@ from subquad.parallel.exchange import prefix
 from subquad.parallel.group import ContextGroup
 
 Means = tuple[Tensor, Tensor]
-"""`lse` `[B, H, L]`, float64, and `mean` `[B, H, L, V]`: as `SoftmaxState`."""
+"""`lse` `[B, H, L]`, float64, and `mean` `[B, H, L, V]`, as in `SoftmaxState`."""
 
 
 def sums_before(
     pairs: list[tuple[Tensor, Tensor]], group: ContextGroup, /, *, normalise: bool = False
 ) -> tuple[Tensor, ...]:
-    """The states `[B, H, K, V]` (V + 1 where normalised) that a `gated_scan` without decays begins with on this rank.
+    """Return this rank's initial states `[B, H, K, V]` (V + 1 if normalised) of `gated_scan`s without decays.
 
-    `pairs` are its inputs `[B, H, T, K]` and values `[B, H, T, V]`; those of several scans go in one exchange.
+    `pairs` are the scans' inputs `[B, H, T, K]` and values `[B, H, T, V]`; all scans share one exchange.
     """
     sums = tuple(outer_sums(i_BHTK, v_BHTV, normalise) for i_BHTK, v_BHTV in pairs)
     return prefix(sums, merge_sums, (0.0,) * len(sums), group)
 
 
 def softmax_before(logits_BHTL: Tensor, v_BHTV: Tensor, group: ContextGroup, /) -> SoftmaxState:
-    """The state that a `running_softmax` over these logits and values begins with on this rank."""
+    """Return this rank's initial state of a `running_softmax` over these logits and values."""
     return SoftmaxState(*prefix(softmax_summary(logits_BHTL, v_BHTV), merge_softmax, (EMPTY, 0.0), group))
 
 
 @without_autocast
 def outer_sums(i_BHTK: Tensor, v_BHTV: Tensor, normalise: bool) -> Tensor:
-    """`sum_t i_t (x) v_t`, float32 or wider; with `normalise` a last channel holds `sum_t i_t`."""
+    """`sum_t i_t (x) v_t` in float32 or wider; with `normalise`, a last channel holds `sum_t i_t`."""
     wide = torch.promote_types(torch.promote_types(i_BHTK.dtype, v_BHTV.dtype), torch.float32)
     v_BHTV = F.pad(v_BHTV.to(wide), (0, 1), value=1.0) if normalise else v_BHTV.to(wide)
     return i_BHTK.to(wide).mT @ v_BHTV

@@ -1,4 +1,4 @@
-"""Recipes: shipped training configurations, one YAML file each. A comment on the first line says what it is for."""
+"""Recipes: shipped training configurations, one YAML file each; the comment on the first line describes it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["recipe_path", "recipes"]
 
 
 def recipes() -> list[str]:
-    """The names of the recipes, sorted."""
+    """Return the sorted names of all recipes."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def recipe_path(name: str) -> Path:
-    """The file of the recipe `name`; `ValueError` lists the valid names."""
+    """Return the file of recipe `name`. Raises `ValueError` with similar or all valid names if it is unknown."""
     if name not in recipes():
         raise ValueError(f"unknown recipe {name!r}; {suggest(name, recipes())}")
     return FOLDER / f"{name}.yaml"

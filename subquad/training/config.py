@@ -14,7 +14,7 @@ from subquad.models.pretraining import check_hiding
 from subquad.training.schedule import ScheduleConfig
 
 AUGMENTED = ("image", "listops", "pathfinder32", "pathfinder64", "pathfinder128", "retrieval")
-"""Data sets with label-preserving augmentation (`subquad.data.augment`)."""
+"""Datasets with augmentation (`subquad.data.augment`)."""
 TASK_GROUPS = {
     "language": ("data",),
     "classify": ("classify", "pretrain"),
@@ -143,8 +143,8 @@ class ClassifyConfig(LabelledConfig):
         super().__post_init__()
         if self.augment and self.dataset not in AUGMENTED:
             raise ValueError(
-                f"classify.augment=true has no label-preserving change for dataset {self.dataset!r}; leave it out, or "
-                f"choose one of {', '.join(AUGMENTED)}"
+                f"classify.augment=true: no augmentation exists for dataset {self.dataset!r}; leave it out, or choose "
+                f"one of {', '.join(AUGMENTED)}"
             )
 
     @property

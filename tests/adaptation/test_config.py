@@ -8,17 +8,12 @@ CONVERT = [
     ({"out": ""}, "out must name a folder, got ''"),
     ({"attention": "luna"}, "attention must be one of its choices, got 'luna'; .*valid: latte_macch"),
     ({"keep_every": 1}, r"keep_every must be 0 \(replace all layers\) or at least 2, got 1"),
-    ({"keep_every": -2}, r"keep_every must be 0 \(replace all layers\) or at least 2, got -2"),
     ({"seed": -1}, "seed must be at least 0, got -1"),
     ({"threads": 0}, "threads must be at least 1, got 0"),
     ({"options": {"window": {}}}, "options.window has no effect with attention=llp; leave it out"),
     ({"match": {"train": "new"}}, "match.train=new trains nothing: llp has no new parameters; choose attention"),
     ({"match": {"window_dropout": 0.5}}, "match.window_dropout has no effect: llp has no window branch to close"),
-    ({"lora": {"window_dropout": 0.5}}, "lora.window_dropout has no effect: llp has no window branch to close"),
-    (
-        {"data": {"tokenizer": "bytes"}},
-        "a conversion uses the model's tokenizer: leave out data",
-    ),
+    ({"data": {"tokenizer": "bytes"}}, "a conversion uses the model's tokenizer: leave out data"),
     *(({section: {name: value}}, f"{section}.{name} must {rule}, got") for section, name, value, rule in (
         ("match", "steps", 0, "be at least 1"), ("match", "lr", 0.0, "be a positive number"),
         ("match", "window_dropout", 1.5, "lie between 0 and 1"), ("lora", "rank", 0, "be at least 1"),

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPTNeoXCo
 from subquad.adaptation import extended
 from subquad.hf import SubquadConfig, SubquadForCausalLM, lora
 from subquad.testing import assert_exact, assert_in_budget
+from tests.models.small import assert_refused
 
 # PEFT asks transformers for a property by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -75,7 +76,9 @@ def test_ntk_scaling_divides_the_lowest_frequency_and_keeps_the_highest():
 
 
 def test_linear_yarn_and_dynamic_are_those_of_transformers():
-    linear, yarn, dynamic = (extended.scale_positions(llama(), 64, name) for name in ("linear", "yarn", "dynamic"))
+    given = llama()
+    linear, yarn, dynamic = (extended.scale_positions(given, 64, name) for name in ("linear", "yarn", "dynamic"))
+    assert given.rope_parameters["rope_type"] == "default", "the given configuration stays as it was"
     plain = frequencies(llama()).inv_freq
     assert_exact(frequencies(linear).inv_freq, plain / 4)
     assert yarn.rope_parameters == {
@@ -84,15 +87,6 @@ def test_linear_yarn_and_dynamic_are_those_of_transformers():
     assert all((frequencies(yarn).inv_freq <= plain) & (frequencies(yarn).inv_freq >= plain / 4))
     assert frequencies(yarn).attention_scaling > 1
     assert (dynamic.max_position_embeddings, dynamic.rope_parameters["rope_type"]) == (OWN, "dynamic")
-
-
-@pytest.mark.parametrize("scaling", extended.SCALINGS)
-def test_the_scaling_survives_the_configuration_file(scaling, tmp_path):
-    given = llama()
-    scaled = extended.scale_positions(given, 64, scaling)
-    assert given.rope_parameters["rope_type"] == "default", "the given configuration stays as it was"
-    scaled.save_pretrained(tmp_path)
-    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == scaled.rope_parameters
 
 
 @pytest.mark.parametrize(("config", "length", "scaling", "match"), [
@@ -109,34 +103,30 @@ def test_impossible_scalings_are_refused(config, length, scaling, match):
 
 
 def test_folders_without_a_transformers_model_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no folder nowhere/at-all, and the hub gives no model"):
-        extended.find_model("nowhere/at-all")
-    with pytest.raises(FileNotFoundError, match=r"holds no config\.json: it is not a transformers model"):
-        extended.find_model(str(tmp_path))
     ours = SubquadForCausalLM(SubquadConfig(vocab_size=8, dim=8, num_layers=1, num_heads=1, attention="full"))
     ours.save_pretrained(tmp_path / "ours")
-    with pytest.raises(ValueError, match=r"holds a subquad model.*subquad export"):
-        extended.find_model(str(tmp_path / "ours"))
     _, run = adapter("llama", tmp_path)
-    with pytest.raises(ValueError, match="holds an adapter, not a whole model"):
-        extended.find_model(str(run))
-    with pytest.raises(FileNotFoundError, match="holds no extension"):
-        extended.open_extension(tmp_path / "base")
+    find, missing = extended.find_model, FileNotFoundError
+    assert_refused(
+        (lambda: find("nowhere/at-all"), missing, "there is no folder nowhere/at-all, and the hub gives no model"),
+        (lambda: find(str(tmp_path)), missing, r"holds no config\.json: it is not a transformers model"),
+        (lambda: find(str(tmp_path / "ours")), ValueError, r"holds a subquad model.*subquad export"),
+        (lambda: find(str(run)), ValueError, "holds an adapter, not a whole model"),
+        (lambda: extended.open_extension(tmp_path / "base"), missing, "holds no extension"),
+    )
 
 
 def test_weights_that_do_not_fit_are_an_error(tmp_path):
     base = save("llama", tmp_path / "base")
-    config = AutoConfig.from_pretrained(base)
-    config.num_hidden_layers = 3
-    with pytest.raises(ValueError, match=r"weights are missing: model\.layers\.2"):
-        extended.load_original(base, config)
-    config.vocab_size = 10**9
-    with pytest.raises(ValueError, match=r"weights do not fit .*: model\.embed_tokens\.weight has shape"):
-        extended.load_original(base, config)
-    with pytest.raises(ValueError, match="Unrecognized configuration class"):
-        extended.load_original(base, T5Config())
-    with pytest.raises(ValueError, match="Linear has no linear layer to adapt in a module named attn or attention"):
-        extended.projections(torch.nn.Linear(2, 2))
+    deep, wide = (AutoConfig.from_pretrained(base) for _ in range(2))
+    deep.num_hidden_layers, wide.vocab_size = 3, 10**9
+    load, linear = extended.load_original, torch.nn.Linear(2, 2)
+    assert_refused(
+        (lambda: load(base, deep), ValueError, r"weights are missing: model\.layers\.2"),
+        (lambda: load(base, wide), ValueError, r"weights do not fit .*: model\.embed_tokens\.weight has shape"),
+        (lambda: load(base, T5Config()), ValueError, "Unrecognized configuration class"),
+        (lambda: extended.projections(linear), ValueError, "Linear has no linear layer to adapt in a module named at"),
+    )
 
 
 def test_factors_in_attention_embeddings_and_norms_are_trained(tmp_path):

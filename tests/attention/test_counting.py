@@ -1,6 +1,6 @@
-"""What a layer or model costs is counted without data: the same whatever the context and the module's mode."""
+"""The cost of a layer or model is counted without data: the same whatever the context and the module's mode."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from subquad.models import Decoder, DecoderConfig
 from subquad.models.classifier import Classifier
 from subquad.models.encoder import EncoderConfig
 from subquad.ops.backends import use_backend
-from subquad.ops.counting import has_data
 
 SIZES = {"dim": 16, "num_heads": 2}
 
@@ -26,7 +25,6 @@ def default_dtype(dtype):
 
 
 CONTEXTS = {
-    "nothing": nullcontext,
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "float64 by default": lambda: default_dtype(torch.float64),
@@ -34,7 +32,6 @@ CONTEXTS = {
     "meta by default": lambda: torch.device("meta"),
     "another backend": lambda: use_backend("reference"),
 }
-CHANGES = [lambda m: m.eval(), lambda m: m.double(), lambda m: m.to("meta"), lambda m: m.requires_grad_(False)]
 
 
 @pytest.mark.parametrize(("name", "causal"), [("full", True), ("latte", True), ("luna", False)])
@@ -43,30 +40,42 @@ def test_masks_of_dropout_are_kept_for_the_backward_pass(name, causal):
     assert with_dropout.activation_bytes > without.activation_bytes
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_the_context_neither_changes_the_count_nor_is_changed(context):
-    layer = build("llp_printed", **SIZES, dropout=0.25)
-    layer.norm.eval()  # a part in another mode than the whole
-    expected = layer.cost(9)
-    with CONTEXTS[context]():
+SHAPE = {"vocab_size": 11, **SIZES, "num_layers": 1, "dropout": 0.25, "position": "sinusoidal", "attention": "latte"}
+IO = {"attention": "perceiver_io", "options": {"perceiver_io": {"latents": 4}}}
+COUNTED = {
+    "layer": lambda: build("llp_printed", **SIZES, dropout=0.25),
+    "decoder": lambda: Decoder(DecoderConfig(**SHAPE)),
+    "encoder": lambda: Classifier(EncoderConfig(**SHAPE)),
+    "perceiver_io": lambda: Classifier(EncoderConfig(**(SHAPE | IO))),
+}
+
+
+@pytest.mark.parametrize("counted", [
+    pytest.param(kind, marks=[] if kind in ("layer", "decoder") else pytest.mark.slow) for kind in COUNTED
+])  # fmt: skip
+def test_neither_context_nor_mode_dtype_and_device_change_the_count_nor_are_changed(counted):
+    def context():
         asked = (
             torch.is_grad_enabled,
             torch.is_inference_mode_enabled,
             torch.get_default_dtype,
             torch.get_default_device,
-            lambda: torch.is_autocast_enabled("cpu"),
         )
-        before = [ask() for ask in asked]
-        assert layer.cost(9) == expected
-        assert [ask() for ask in asked] == before
-    assert [name for name, part in layer.named_modules() if not part.training] == ["norm"]
+        return [*(ask() for ask in asked), torch.is_autocast_enabled("cpu")]
 
-
-def test_the_modules_mode_dtype_and_device_do_not_change_the_count():
-    layer = build("llp_printed", **SIZES, dropout=0.25)
-    expected = layer.cost(9)
-    for change in CHANGES:
-        assert change(layer).cost(9) == expected
+    module = COUNTED[counted]()
+    last, part = [*module.named_modules()][-1]
+    part.eval()  # in another mode than the whole
+    expected = module.cost(20)
+    assert expected.activation_bytes > 0
+    for name, make in CONTEXTS.items():
+        with make():
+            before = context()
+            assert module.cost(20) == expected, name
+            assert context() == before, name
+    assert [name for name, part in module.named_modules() if not part.training] == [last]
+    for change in (lambda m: m.eval(), lambda m: m.double(), lambda m: m.to("meta"), lambda m: m.requires_grad_(False)):
+        assert change(module).cost(20) == expected
 
 
 def test_modes_come_back_after_an_error():
@@ -75,33 +84,3 @@ def test_modes_come_back_after_an_error():
         layer.cost(5)
     assert torch.get_default_dtype() == torch.float32
     assert not any(part.training for part in layer.modules())
-
-
-SHAPE = {"vocab_size": 11, **SIZES, "num_layers": 1, "dropout": 0.25, "position": "sinusoidal", "attention": "latte"}
-IO = {"attention": "perceiver_io", "options": {"perceiver_io": {"latents": 4}}}
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Decoder(DecoderConfig(**SHAPE)),
-        lambda: Classifier(EncoderConfig(**SHAPE)),
-        lambda: Classifier(EncoderConfig(**(SHAPE | IO))),
-    ],
-    ids=["decoder", "encoder", "perceiver_io"],
-)
-def test_the_count_of_a_model_depends_on_the_model_alone(make):
-    model = make()
-    expected = model.cost(20).activation_bytes
-    assert expected > 0
-    model.eval()
-    with torch.no_grad(), default_dtype(torch.float64):
-        assert model.cost(20).activation_bytes == expected
-    assert not any(part.training for part in model.modules())
-
-
-def test_a_tensor_of_a_shape_only_has_no_data():
-    assert has_data(torch.zeros(2))
-    assert not has_data(torch.zeros(2, device="meta"))
-    with torch._subclasses.FakeTensorMode():
-        assert not has_data(torch.zeros(2))

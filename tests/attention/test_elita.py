@@ -16,16 +16,11 @@ class TestElita(AttentionContract):
     options = {"horizon": 40}
 
 
-def layer_with_large_positions(**options):
+def test_position_terms_are_what_the_logits_add():
     torch.manual_seed(0)
-    layer = build("elita", **SIZES, **options).double()
+    layer = build("elita", **SIZES, horizon=8).double()
     for parameter in (layer.frequency, layer.phase, layer.amplitude):
         torch.nn.init.normal_(parameter)
-    return layer
-
-
-def test_position_terms_are_what_the_logits_add():
-    layer = layer_with_large_positions(horizon=8)
     p1_HT, p2_HT = layer.position_terms(20)
     assert p1_HT.shape == p2_HT.shape == (2, 20)
     key, gate = layer.logits(torch.zeros(1, 20, 16, dtype=torch.float64), 0)
@@ -34,13 +29,10 @@ def test_position_terms_are_what_the_logits_add():
     later_key, _ = layer.logits(torch.zeros(2, 4, 16, dtype=torch.float64), torch.tensor([0, 16]))
     assert_exact(later_key[1, ..., 0], p1_HT[:, 16:])
     assert_exact(later_key[0, ..., 0], p1_HT[:, :4])
-
-
-def test_without_positions_there_are_no_position_terms():
-    layer = build("elita", **SIZES, positions=False)
-    for p_HT in layer.position_terms(5):
+    without = build("elita", **SIZES, positions=False)
+    for p_HT in without.position_terms(5):
         assert_exact(p_HT, torch.zeros(2, 5))
-    assert not {"frequency", "phase", "amplitude"} & set(dict(layer.named_parameters()))
+    assert not {"frequency", "phase", "amplitude"} & set(dict(without.named_parameters()))
 
 
 def test_vectors_begin_uniform_and_small():

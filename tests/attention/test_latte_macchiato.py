@@ -33,9 +33,6 @@ class TestLatteMacchiatoWithoutItsWindow(AttentionContract):
 
 
 class TestLatteMacchiatoWithoutItsLatents(TestLatteMacchiatoWithoutItsWindow):
-    name = "latte_macchiato"
-    options = {"num_latents": 6, "width": 7}
-    laws = (1, 2, 3, 11)
     branch = "latents"
 
 

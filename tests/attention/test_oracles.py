@@ -41,6 +41,14 @@ def attend(q_K: Tensor, k_SK: Tensor, v_SK: Tensor) -> Tensor:
     return weights @ v_SK / weights.sum()
 
 
+def softmax_over(
+    seen: slice | list[int] | Tensor, layer: Attention, x: Tensor, t: int, h: int, own: str = ""
+) -> Tensor:
+    """Return a head's output at token t, which sees `seen`; `own` begins the names of other projections."""
+    q, k, v = (head(getattr(layer, f"{own}{name}"), x, h) for name in ("query", "key", "value"))
+    return attend(q[t], k[seen], v[seen])
+
+
 def assert_heads(layer: Attention, x: Tensor, row: Callable[[int, int], Tensor], actual: Tensor | None = None) -> None:
     """Compare the outputs with `row(t, h)`, the output of a head at a token."""
     first_out = getattr(layer, "first_out", layer.out)
@@ -54,11 +62,8 @@ def test_llp_is_equations_22_to_29() -> None:
     layer, x = make("llp_printed", segment=2 * HALF, first_block_projections=True, **apart)
 
     def row(t, h):
-        block = t // HALF
-        own = [layer.first_query, layer.first_key, layer.first_value]
-        q, k, v = (head(p, x, h) for p in (own if block == 0 else [layer.query, layer.key, layer.value]))
-        seen = slice(max(0, (block - 1) * HALF), t + 1)
-        return attend(q[t], k[seen], v[seen])
+        seen = slice(max(0, (t // HALF - 1) * HALF), t + 1)
+        return softmax_over(seen, layer, x, t, h, "first_" if t < HALF else "")
 
     assert_heads(layer, x, row)
 
@@ -92,40 +97,37 @@ def test_latte_macchiato_is_one_softmax_over_the_window_and_the_latents() -> Non
 
     def row(t, h):
         v, p, near = head(layer.value, x, h), q[t, h].softmax(0), slice(max(0, t - 2), t + 1)
-        window = attend(head(layer.query, x, h)[t], head(layer.key, x, h)[near], v[near])
+        window = softmax_over(near, layer, x, t, h)
         return p[0] * window + sum(p[a + 1] * (k[: t + 1, h, a].softmax(0) @ v[: t + 1]) for a in range(2))
 
     assert_heads(layer, x, row)
 
 
+def performer_features(layer: Attention, y_TK: Tensor) -> Tensor:
+    y_TK = y_TK * K**-0.25
+    along = y_TK @ layer.directions.T
+    if layer.config.kernel == "relu":
+        return along.relu() + 1e-3
+    return (along - y_TK.square().sum(-1, keepdim=True) / 2).exp() / math.sqrt(7)
+
+
+FEATURES = {
+    "linear": ({}, lambda layer, y: nn.functional.elu(y) + 1, 1e-6),
+    "performer": ({"kernel": "softmax", "features": 7}, performer_features, 0.0),
+    "performer relu": ({"kernel": "relu", "features": 7}, performer_features, 0.0),
+}
+
+
 @both_forms
-def test_linear_is_the_normalised_sum(causal: bool) -> None:
-    layer, x = make("linear", causal=causal)
+@pytest.mark.parametrize("case", FEATURES)
+def test_linear_attention_is_the_normalised_sum_of_features(case: str, causal: bool) -> None:
+    options, phi, eps = FEATURES[case]
+    layer, x = make(case.partition(" ")[0], causal=causal, **options)
 
     def row(t, h):
-        q, k = (nn.functional.elu(head(project, x, h)) + 1 for project in (layer.query, layer.key))
+        q, k = (phi(layer, head(project, x, h)) for project in (layer.query, layer.key))
         w = k[: last(t, causal)] @ q[t]
-        return w @ head(layer.value, x, h)[: last(t, causal)] / (w.sum() + 1e-6)
-
-    assert_heads(layer, x, row)
-
-
-@both_forms
-@pytest.mark.parametrize("kernel", ["softmax", "relu"])
-def test_performer_is_the_normalised_sum_of_features(kernel: str, causal: bool) -> None:
-    layer, x = make("performer", kernel=kernel, causal=causal, features=7)
-
-    def phi(y_TK):
-        y_TK = y_TK * K**-0.25
-        along = y_TK @ layer.directions.T
-        if kernel == "relu":
-            return along.relu() + 1e-3
-        return (along - y_TK.square().sum(-1, keepdim=True) / 2).exp() / math.sqrt(7)
-
-    def row(t, h):
-        q, k, v = (head(project, x, h) for project in (layer.query, layer.key, layer.value))
-        w = phi(k)[: last(t, causal)] @ phi(q)[t]
-        return w @ v[: last(t, causal)] / w.sum()
+        return w @ head(layer.value, x, h)[: last(t, causal)] / (w.sum() + eps)
 
     assert_heads(layer, x, row)
 
@@ -208,14 +210,9 @@ def test_causal_luna_accumulates(tied: bool) -> None:
     assert_heads(layer, x, row)
 
 
-def shifted_group(t: int, h: int) -> int:
-    """Return token t's group of 8; the last of three heads has moved groups."""
-    return (t + 4) // 8 if h == 2 else t // 8
-
-
-def shifted_half(t: int, h: int) -> int:
-    """Return token t's half segment of 4; the last head's first half segment has 2 tokens."""
-    return (t + 2) // 4 if h == 2 else t // 4
+def shifted(t: int, h: int, size: int) -> int:
+    """Return token t's group of `size` tokens; the last of three heads has groups moved by half a group."""
+    return (t + size // 2) // size if h == 2 else t // size
 
 
 BOTH = {"causal": False}
@@ -226,18 +223,14 @@ SEEN = {
     "window both ways": ({"width": 5, **BOTH}, lambda t, s, h: abs(s - t) <= 2),
     "dilated": ({"width": 3, "dilation": 4}, lambda t, s, h: s in (t, t - 4, t - 8)),
     "dilated both ways": ({"width": 3, "dilation": 4, **BOTH}, lambda t, s, h: s in (t, t - 4, t + 4)),
-    "shifted": ({"group": 8}, lambda t, s, h: s <= t and shifted_group(s, h) == shifted_group(t, h)),
-    "llp of shifted heads": (
-        {"segment": 8, "shifted_heads": True},
-        lambda t, s, h: s <= t and shifted_half(s, h) >= shifted_half(t, h) - 1,
-    ),
+    "shifted": ({"group": 8}, lambda t, s, h: s <= t and shifted(s, h, 8) == shifted(t, h, 8)),
+    "llp of shifted heads": ({"segment": 8, "shifted_heads": True},
+                             lambda t, s, h: s <= t and shifted(s, h, 4) >= shifted(t, h, 4) - 1),
     "llp both ways": ({"segment": 8, **BOTH}, lambda t, s, h: abs(s // 4 - t // 4) <= 1),
     "strided": ({"stride": 4}, lambda t, s, h: s <= t and ((t - s) % 4 == 0 if h == 2 else t - s <= 4)),
-    "strided fixed": (
-        {"stride": 4, "kind": "fixed", "columns": 2},
-        lambda t, s, h: s <= t and (s % 4 >= 2 if h == 2 else s // 4 == t // 4),
-    ),
-}
+    "strided fixed": ({"stride": 4, "kind": "fixed", "columns": 2},
+                      lambda t, s, h: s <= t and (s % 4 >= 2 if h == 2 else s // 4 == t // 4)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SEEN)
@@ -247,8 +240,7 @@ def test_softmax_over_what_a_token_sees(case: str) -> None:
 
     def row(t, h):
         seen = [s for s in range(TOKENS) if sees(t, s, h)]
-        q, k, v = (head(project, x, h) for project in (layer.query, layer.key, layer.value))
-        return attend(q[t], k[seen], v[seen]) if seen else torch.zeros(K, dtype=torch.float64)
+        return softmax_over(seen, layer, x, t, h) if seen else torch.zeros(K, dtype=torch.float64)
 
     assert_heads(layer, x, row)
 
@@ -261,8 +253,7 @@ def test_shifted_as_published_is_a_roll_and_leaks() -> None:
     def row(t, h):
         place = rolled if h == 2 else range(16)
         seen = [s for s in range(16) if place[s] // 8 == place[t] // 8 and place[s] <= place[t]]
-        q, k, v = (head(project, x, h) for project in (layer.query, layer.key, layer.value))
-        return attend(q[t], k[seen], v[seen])
+        return softmax_over(seen, layer, x, t, h)
 
     assert_heads(layer, x, row)
     changed = x.clone()
@@ -278,12 +269,8 @@ def test_longformer_is_a_window_and_global_tokens_with_projections_of_their_own(
 
     def row(t, h):
         near = range(t - 2, t + 1) if causal else range(t - 1, t + 2)
-        projections, seen = (layer.query, layer.key, layer.value), [s for s in range(TOKENS) if s in near or s < 2]
-        if t < 2:
-            projections, seen = (layer.global_query, layer.global_key, layer.global_value), [*range(TOKENS)]
-        seen = [s for s in seen if s < last(t, causal)]
-        q, k, v = (head(project, x, h) for project in projections)
-        return attend(q[t], k[seen], v[seen])
+        seen = [s for s in range(last(t, causal)) if t < 2 or s < 2 or s in near]
+        return softmax_over(seen, layer, x, t, h, "global_" if t < 2 else "")
 
     assert_heads(layer, x, row)
 
@@ -305,13 +292,7 @@ def test_bigbird_is_softmax_over_distinct_blocks(causal: bool) -> None:
             assert own <= there
             assert len(there - own) == min(2, len(candidates))
             assert seen == [s for s in range(last(t, causal)) if s // 2 in there]
-
-    def row(t, h):
-        seen = w_TS[t] > 0
-        q, k, v = (head(project, x, h) for project in (layer.query, layer.key, layer.value))
-        return attend(q[t], k[seen], v[seen])
-
-    assert_heads(layer, x, row)
+    assert_heads(layer, x, lambda t, h: softmax_over(w_TS[t] > 0, layer, x, t, h))
 
 
 FORMS = [
@@ -330,7 +311,7 @@ def test_slots_of_padding_hold_nothing(name: str, options: dict[str, object]) ->
     real = torch.arange(TOKENS) < lengths[:, None]
     results = []
     for seed in (1, 2):
-        rubbish = 100 * torch.randn(3, TOKENS, DIM, generator=torch.Generator().manual_seed(seed)).double()
+        rubbish = 1e6 * torch.randn(3, TOKENS, DIM, generator=torch.Generator().manual_seed(seed)).double()
         rows = torch.where(real[..., None], x, rubbish).requires_grad_()
         y, state, _ = layer.mix(rows, None, lengths)
         assert y.isfinite().all()

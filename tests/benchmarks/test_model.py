@@ -1,4 +1,4 @@
-"""`measure_model` and `measure_decode`: rows, the base on SDPA, the size of states."""
+"""`measure_model` and `measure_decode`: rows, the base on SDPA, the states' sizes."""
 
 import time
 
@@ -19,12 +19,10 @@ MODEL = {**SIZES, "repeats": 2, "peers": "none"}
 
 def test_steps_and_prefill_of_every_model():
     names = ["full", "llp", "latte", "elita", "perceiver_ar"]
-    report = measure_model(
-        ModelConfig(mechanisms=names, tokens=[24], batch=2, options={"llp": {"segment": 8}}, **MODEL)
-    )
-    assert {(row["name"], row["pass"]) for row in report.rows} == {
-        (name, which) for name in ("sdpa", *names) for which in ("step", "prefill")
-    }
+    config = ModelConfig(mechanisms=names, tokens=[24], batch=2, options={"llp": {"segment": 8}}, **MODEL)
+    report = measure_model(config)
+    lines = {(name, which) for name in ("sdpa", *names) for which in ("step", "prefill")}
+    assert {(row["name"], row["pass"]) for row in report.rows} == lines
     base = {row["pass"]: row["median_s"] for row in report.rows if row["name"] == "sdpa"}
     for row in report.rows:
         assert row["status"] == "ok", row
@@ -47,17 +45,17 @@ def test_a_model_that_does_not_fit_says_so_and_the_others_go_on(monkeypatch):
 
     monkeypatch.setattr(model, "build_decoder", greedy)
     report = measure_model(ModelConfig(mechanisms=["latte", "linear"], tokens=[8], **MODEL))
-    assert {row["name"]: row["status"] for row in report.rows} == {
-        "sdpa": "ok",
-        "latte": "out of memory",
-        "linear": "ok",
-    }
+    status = {row["name"]: row["status"] for row in report.rows}
+    assert status == {"sdpa": "ok", "latte": "out of memory", "linear": "ok"}
 
 
-def test_after_the_deadline_models_are_skipped():
-    config = ModelConfig(mechanisms=["linear"], tokens=[8], **MODEL)
-    report = measure_model(config, deadline=time.monotonic() - 1)
-    assert {row["status"] for row in report.rows} == {"skipped"}
+def test_after_the_deadline_models_and_contexts_are_skipped():
+    settings = {"mechanisms": ["linear"], **SIZES}
+    for report in (
+        measure_model(ModelConfig(tokens=[8], peers="none", **settings), deadline=time.monotonic() - 1),
+        measure_decode(DecodeConfig(contexts=[8], **settings), deadline=time.monotonic() - 1),
+    ):
+        assert {row["status"] for row in report.rows} == {"skipped"}
 
 
 def test_the_base_is_the_same_decoder():
@@ -72,35 +70,21 @@ def test_bfloat16_runs_under_autocast():
     assert {row["status"] for row in report.rows} == {"ok"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"mechanisms": ["lpp"]}, "unknown attention 'lpp'; did you mean 'llp'"),
-        ({"mechanisms": ["linformer"]}, "no causal form of attention 'linformer'; did you mean 'longformer'"),
-        ({"mechanisms": []}, "at least one mechanism"),
-        ({"options": {"llp": {"segmen": 8}}}, "attention 'llp' has no option 'segmen'"),
-        ({"tokens": [0]}, "tokens must be at least 1"),
-        ({"peers": ["flex"]}, "unknown peer 'flex' on cpu; valid: auto, none, perceiver-ar-pytorch"),
-    ],
-    ids=str,
-)
-def test_mistakes_of_models_are_named(changes, message):
+@pytest.mark.parametrize(("measure", "config", "changes", "message"), [
+    (measure_model, ModelConfig, {"mechanisms": ["linformer"]}, "no causal form of attention 'linformer'; did you"),
+    (measure_model, ModelConfig, {"mechanisms": []}, "at least one mechanism"),
+    (measure_model, ModelConfig, {"peers": ["flex"]}, "unknown peer 'flex' on cpu; valid: auto, none, perceiver-ar"),
+    (measure_decode, DecodeConfig, {"contexts": []}, "contexts must have at least one value"),
+    (measure_decode, DecodeConfig, {"piece": 0}, "piece must be at least 1, got 0"),
+])  # fmt: skip
+def test_mistakes_are_named(measure, config, changes, message):
     with pytest.raises(ValueError, match=message):
-        measure_model(ModelConfig(**{**MODEL, "mechanisms": ["llp"], **changes}))
-
-
-# --- decoding
+        measure(config(**{**SIZES, "mechanisms": ["llp"], **changes}))
 
 
 def test_a_token_after_each_context_and_the_size_of_the_state():
-    config = DecodeConfig(
-        mechanisms=["full", "latte"],
-        contexts=[30, 9],
-        piece=7,
-        repeats=3,
-        options={"latte": {"num_latents": 4}},
-        **SIZES,
-    )
+    settings = {"mechanisms": ["full", "latte"], "contexts": [30, 9], "options": {"latte": {"num_latents": 4}}}
+    config = DecodeConfig(**settings, piece=7, repeats=3, **SIZES)
     report = measure_decode(config)
     rows = {(row["name"], row["tokens"]): row for row in report.rows}
     assert list(rows) == [("full", 9), ("full", 30), ("latte", 9), ("latte", 30)]
@@ -134,24 +118,3 @@ def test_a_context_that_does_not_fit_says_so(monkeypatch):
     monkeypatch.setattr(decode, "_read", greedy)
     report = measure_decode(DecodeConfig(mechanisms=["linear"], contexts=[8, 16], repeats=2, **SIZES))
     assert [row["status"] for row in report.rows] == ["ok", "out of memory"]
-
-
-def test_after_the_deadline_contexts_are_skipped():
-    config = DecodeConfig(mechanisms=["linear"], contexts=[8], repeats=2, **SIZES)
-    report = measure_decode(config, deadline=time.monotonic() - 1)
-    assert [row["status"] for row in report.rows] == ["skipped"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"mechanisms": ["perceiver_ar"]}, "unknown attention 'perceiver_ar'"),
-        ({"contexts": []}, "contexts must have at least one value"),
-        ({"piece": 0}, "piece must be at least 1, got 0"),
-        ({"mechanisms": []}, "at least one mechanism"),
-    ],
-    ids=str,
-)
-def test_mistakes_of_decoding_are_named(changes, message):
-    with pytest.raises(ValueError, match=message):
-        measure_decode(DecodeConfig(**{**SIZES, **changes}))

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import timing
 from benchmarks.timing import Failure, Run, Timing, clock_of, gpu_clock, interleave, rounds, wall_clock
+from tests.training.helpers import raising
 
 
 def in_order(calls):
@@ -19,18 +20,14 @@ def test_cases_take_turns_and_the_first_call_of_each_does_not_count():
     found = interleave(in_order(calls), repeats=3)
     assert "".join(calls) == "ABC" * 4
     assert {name: len(timing.seconds) for name, timing in found.items()} == {"A": 3, "B": 3, "C": 3}
-
-
-def test_the_warm_up_is_left_out_of_the_times():
     ticks = iter([100.0, 1.0, 2.0, 3.0])
     found = interleave({"A": Run(lambda _: None)}, clock=lambda run: next(ticks), repeats=3)
     assert found["A"].seconds == (1.0, 2.0, 3.0)
 
 
-@pytest.mark.parametrize(
-    ("firsts", "seconds", "expected"),
-    [([0.1, 0.1], 2.0, 10), ([0.001], 20.0, 25), ([1.9, 1.0], 3.0, 5), ([2.1, 1.0], 3.0, 3), ([], 1.0, 25)],
-)
+@pytest.mark.parametrize(("firsts", "seconds", "expected"), [
+    ([0.1, 0.1], 2.0, 10), ([0.001], 20.0, 25), ([1.9, 1.0], 3.0, 5), ([2.1, 1.0], 3.0, 3), ([], 1.0, 25)
+])  # fmt: skip
 def test_repeats_fit_into_the_time(firsts, seconds, expected):
     assert rounds(firsts, seconds) == expected
 
@@ -41,18 +38,14 @@ def test_without_a_number_the_repeats_come_from_the_first_counted_call():
     assert "".join(calls) == "ABC" * 7  # one to warm up, six rounds of three seconds
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory"), "out of memory"),
-        (MemoryError(), "out of memory"),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried"), "out of memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"),
-        (RuntimeError("shapes differ"), "failed"),
-        (ValueError("memory of things past"), "failed"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("error", "status"), [
+    (torch.OutOfMemoryError("CUDA out of memory"), "out of memory"),
+    (MemoryError(), "out of memory"),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried"), "out of memory"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"),
+    (RuntimeError("shapes differ"), "failed"),
+    (ValueError("memory of things past"), "failed"),
+], ids=str)  # fmt: skip
 def test_a_case_that_fails_is_left_out_and_the_others_go_on(error, status):
     calls = []
     runs = in_order(calls)
@@ -70,14 +63,11 @@ def test_a_case_that_fails_is_left_out_and_the_others_go_on(error, status):
 
 
 def test_an_interruption_is_no_failure():
-    def interrupted(_):
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        interleave({"A": Run(interrupted)}, repeats=1)
+        interleave({"A": Run(raising(KeyboardInterrupt()))}, repeats=1)
 
 
-def test_what_comes_before_a_call_is_not_timed(monkeypatch):
+def test_work_before_a_call_is_not_timed(monkeypatch):
     now = [0.0]
 
     def passes(seconds, value=None):
@@ -92,18 +82,8 @@ def test_what_comes_before_a_call_is_not_timed(monkeypatch):
 
 def test_a_gpu_is_timed_between_events_behind_a_flushed_cache(monkeypatch):
     calls = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            calls.append("event")
-
-        def elapsed_time(self, stop):
-            return 250.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    event = SimpleNamespace(record=lambda: calls.append("event"), elapsed_time=lambda stop: 250.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda *, enable_timing: event if enable_timing else None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append("wait"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
     flushed = SimpleNamespace(zero_=lambda: calls.append("flush"))

@@ -27,16 +27,6 @@ def broken(monkeypatch):
     monkeypatch.setattr(positions.Embedding, "forward", wrong)
 
 
-@pytest.fixture
-def violated(folder, tmp_path_factory):
-    """The report of a violation, which the model no longer has."""
-    file = tmp_path_factory.mktemp("report") / "report.json"
-    with pytest.MonkeyPatch.context() as changed:
-        broken(changed)
-        assert run([str(folder), *QUICK, "--json", str(file)]) == 1
-    return file
-
-
 def failing(file):
     """The report in a file, and the failing input of its violation."""
     values = json.loads(file.read_text())
@@ -56,25 +46,28 @@ def test_a_folder_is_audited(folder, tmp_path, printed):
     assert printed("audit", folder, "--replay", file) == "the file has no failing inputs\n"
 
 
-def test_a_violation_ends_with_status_1_and_can_be_tried_again(folder, violated, capsys, monkeypatch):
-    assert run([str(folder), "--replay", str(violated)]) == 0
-    assert f"{folder}: truncation: no longer fails: " in capsys.readouterr().out
-    broken(monkeypatch)
-    assert run([str(folder), "--replay", str(violated)]) == 1
-    assert f"{folder}: truncation: still fails: " in capsys.readouterr().out
-
-
-def test_a_text_is_read(folder, tmp_path, monkeypatch):
+def test_a_violation_in_a_text_ends_with_status_1_and_can_be_tried_again(folder, tmp_path, refused, capsys):
     text, file = tmp_path / "text.txt", tmp_path / "report.json"
     text.write_text("w3 w4 w5 w6 w3 w3")
-    broken(monkeypatch)
-    assert run([str(folder), *QUICK, "--text", str(text), "--json", str(file)]) == 1
-    assert {token for row in failing(file)[1]["tokens"] for token in row} <= {3, 4, 5, 6}
+    again = [str(folder), "--replay", str(file)]
+    with pytest.MonkeyPatch.context() as changed:
+        broken(changed)
+        assert run([str(folder), *QUICK, "--text", str(text), "--json", str(file)]) == 1
+        assert {token for row in failing(file)[1]["tokens"] for token in row} <= {3, 4, 5, 6}
+        capsys.readouterr()
+        assert run(again) == 1
+        assert f"{folder}: truncation: still fails: " in capsys.readouterr().out
+    assert run(again) == 0
+    assert f"{folder}: truncation: no longer fails: " in capsys.readouterr().out
+    values, case = failing(file)
+    case["tokens"] = [[VOCABULARY] * len(case["tokens"][0])]
+    file.write_text(json.dumps(values))
+    assert "the model refuses the failing input of 'truncation'" in refused("audit", *again)
 
 
 def test_on_a_terminal_it_is_a_table(folder, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "150")
     assert run([str(folder), *QUICK, "--tokens", "4"]) == 0
     shown = capsys.readouterr()
@@ -104,6 +97,10 @@ def test_several_mechanisms_are_audited_and_each_tried_again(folder, tmp_path, c
     assert f"has no report of '{folder}'" in refused("audit", folder, "--replay", file)
 
 
+NO_REPORT = {"a.json": "{}", "b.json": '{"reports": {}}'}
+NO_REPORT |= {"c.json": '{"reports": {"a": 3}}', "d.json": '{"reports": {"a": {}}}'}
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     ([], "give either the folder of a model or --attention"),
     (["MODEL", "--attention", "llp"], "give either the folder of a model or --attention"),
@@ -112,46 +109,23 @@ def test_several_mechanisms_are_audited_and_each_tried_again(folder, tmp_path, c
     (["MODEL", "--replay", "x", "--json", "y"], "--replay reads its inputs from a file: leave out --json and --text"),
     (["--attention", "llp,full", "--replay", "x"], "--replay is for one model"),
     (["--attention", "lpp"], "unknown attention 'lpp', or one without a causal form; did you mean 'llp'"),
-    (["--attention", "linformer"], "without a causal form"),
-    (["MODEL", "--tokens", "1"], "tokens must be at least 4, got 1"),
     (["."], "there is no model in"),
     (["runs/nowhere"], "there is no folder runs/nowhere; give the folder of a run"),
     (["MODEL", "--text", "nowhere"], "there is no file nowhere"),
     (["MODEL", *QUICK, "--text", ""], "there is no file "),
     (["MODEL", "--replay", ""], "there is no file "),
-    (["MODEL", *QUICK, "--text", "empty"], "text must hold at least one token"),
-    (["MODEL", *QUICK, "--vocab_size", "4", "--text", "words"], "text must hold tokens between 0 and 3, got 3 to 9"),
-    (["MODEL", "--json", "nowhere/x.json"], "--json must name a file in a folder that exists"),
-    (["MODEL", "--json", "."], "--json must name a file in a folder that exists"),
-    (["MODEL", "--json", ""], "--json must name a file in a folder that exists"),
+    (["MODEL", "--replay", "a.json"], "has no reports of `subquad audit --json`"),
+    (["MODEL", "--replay", "b.json"], "has no reports"),
+    (["MODEL", "--replay", "c.json"], "must be an object, got int"),
+    (["MODEL", "--replay", "d.json"], "not a report of an audit"),
+    *((["MODEL", "--json", file], "--json must name a file in a folder that exists")
+      for file in ("nowhere/x.json", ".", "")),
 ])  # fmt: skip
 def test_wrong_arguments_end_with_status_2(folder, tmp_path, refused, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").write_text("")
-    (tmp_path / "words").write_text("w3 w9")
+    for name, content in {"words": "w3 w9", **NO_REPORT}.items():
+        (tmp_path / name).write_text(content)
     assert message in refused("audit", *(folder if argument == "MODEL" else argument for argument in arguments))
-
-
-@pytest.mark.parametrize(("content", "message"), [
-    ("{}", "has no reports of `subquad audit --json`"),
-    ('{"reports": {}}', "has no reports"),
-    ('{"reports": {"a": 3}}', "must be an object, got int"),
-    ('{"reports": {"a": {}}}', "not a report of an audit"),
-])  # fmt: skip
-def test_a_file_without_reports_is_refused(folder, tmp_path, refused, content, message):
-    (tmp_path / "file").write_text(content)
-    assert message in refused("audit", folder, "--replay", tmp_path / "file")
-
-
-def test_failing_inputs_that_the_model_refuses_or_no_audit_wrote_are_refused(folder, violated, refused):
-    values, case = failing(violated)
-    for tokens, message in (
-        ([[VOCABULARY] * len(case["tokens"][0])], "the model refuses the failing input of 'truncation'"),
-        ([], "not a failing input of an audit: tokens must hold"),
-    ):
-        case["tokens"] = tokens
-        violated.write_text(json.dumps(values))
-        assert message in refused("audit", folder, "--replay", violated)
 
 
 def test_models_that_cannot_be_audited_are_refused(folder, tmp_path, refused, capsys, monkeypatch):

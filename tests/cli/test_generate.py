@@ -36,9 +36,6 @@ def text(run, printed):
     return generated
 
 
-# --- one text
-
-
 def test_the_prompt_and_what_follows_are_printed_and_measured(run, capsys):
     arguments = ["generate", str(run), "--prompt", "w1 w2", "--max_tokens", "20", "--seed", "3"]
     assert main(arguments) == 0
@@ -48,6 +45,8 @@ def test_the_prompt_and_what_follows_are_printed_and_measured(run, capsys):
     assert streamed.out.startswith("w1 w2")
     said = r"prompt: 2 tokens in [\d.]+ s; generated: 20 tokens in [\d.]+ s \([\d.]+ tokens/s\); state: [\d,]+ bytes\n"
     assert re.fullmatch(said, streamed.err)
+    assert main([*arguments[:4], "--max_tokens", "6", "--beams", "3"]) == 0
+    assert re.search(r"score: -[\d.]+ nats a token", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("how", ["--stream", "--no-stream"])
@@ -70,11 +69,8 @@ def test_a_prompt_is_a_text_a_file_or_standard_input(text, tmp_path, monkeypatch
     assert text("--prompt-file", tmp_path / "prompt.txt") == expected
     monkeypatch.setattr("sys.stdin", io.StringIO("w1 w2 w3"))
     assert text("--prompt", "-") == expected
-
-
-@pytest.mark.parametrize("prompt", ["# a comment", "null", "[w1]", "12"])
-def test_a_prompt_is_taken_as_it_is_typed(text, prompt):
-    assert text("--prompt", prompt, "--max_tokens", "1").startswith(prompt)
+    for prompt in ("# a comment", "null", "[w1]", "12"):  # YAML would read something else
+        assert text("--prompt", prompt, "--max_tokens", "1").startswith(prompt)
 
 
 def test_a_stop_string_is_not_printed(text):
@@ -110,9 +106,6 @@ def test_learned_positions_end_a_text_with_a_warning(tmp_path, refused, text, ca
     assert "has positions for 16 tokens (max_positions), and the prompt ends at 17" in message
 
 
-# --- several texts
-
-
 def test_samples_are_those_of_their_seeds(text):
     drawn = ["--prompt", "w1 w2", "--temperature", "1.5", "--seed"]
     three = text(*drawn, "4", "--samples", "3")
@@ -121,14 +114,6 @@ def test_samples_are_those_of_their_seeds(text):
     assert len(set(alone)) == 3
     stop = ["--stop", alone[1].split()[5]]
     assert f"--- 2 ---\n{text(*drawn, '5', *stop)}" in text(*drawn, "4", "--samples", "3", *stop)
-
-
-def test_beams_find_a_text_at_least_as_likely_as_the_greedy_one(run, capsys):
-    def score(beams):
-        assert main(["generate", str(run), "--prompt", "w1 w2", "--beams", str(beams), "--max_tokens", "6"]) == 0
-        return float(re.search(r"score: (-[\d.]+) nats a token", capsys.readouterr().err)[1])
-
-    assert score(8) >= score(2)
 
 
 SPECIAL = {name: i for i, name in enumerate(["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(9))])}
@@ -179,9 +164,6 @@ def test_a_model_without_a_first_token_begins_after_the_separator_or_needs_a_pro
     assert "has no begin-of-text token (bos_token_id); give a --prompt" in refused("generate", bare, *two)
 
 
-# --- a Perceiver AR
-
-
 @pytest.fixture(scope="module")
 def modes(tmp_path_factory):
     """Folders of the same weights, by the way of decoding that they are configured for."""
@@ -194,7 +176,7 @@ def modes(tmp_path_factory):
 
 def test_a_run_continues_in_the_mode_that_is_named(modes, text):
     def found(mode, *more):
-        return text("--prompt", NINE, "--max_tokens", "12", *more, folder=modes[mode])
+        return text("--prompt", NINE, "--max_tokens", "8", *more, folder=modes[mode])
 
     exact, refill = found("exact"), found("refill")
     assert exact != refill
@@ -216,19 +198,6 @@ def test_frozen_ends_with_a_warning_where_its_latents_do(modes, text, caplog):
     assert main(["generate", str(modes["frozen"]), "--prompt", "w1 w2 w3", "--beams", "2"]) == 0
 
 
-@pytest.mark.parametrize(("mode", "arguments", "match"), [
-    (None, ["--decode", "refill"], "decode is for perceiver_ar, and this model has attention='llp'"),
-    (None, ["--refill", "2"], "refill is for perceiver_ar, and this model has attention='llp'"),
-    ("exact", ["--refill", "2"], "refill=2 has no effect with decode='exact'; leave it out"),
-    ("exact", ["--decode", "refill", "--refill", "6"], "refill must be at most latents, got refill=6, latents=5"),
-    ("exact", ["--decode", "thaw"], "exact"),
-])  # fmt: skip
-def test_a_mode_that_does_not_fit_is_refused_before_any_text(run, modes, refused, mode, arguments, match):
-    assert match in refused("generate", modes[mode] if mode else run, *ONE, *arguments)
-
-
-# --- mistakes
-
 ZIP = ["--texts", "2", "--out-file", "a.zip"]
 
 
@@ -240,23 +209,18 @@ ZIP = ["--texts", "2", "--out-file", "a.zip"]
     ([*ONE, "--state-out", "/no/such/file"], "there is no folder /no/such for --state-out"),
     ([*ONE, "--state-out", "x", "--samples", "2"], "--state-out keeps a single text"),
     ([*ONE, "--state-out", ""], "--state-out must be a file, got ''"),
-    ([*ONE, "--state-out", "/"], "--state-out must be a file, got '/'"),
     (["--prompt", "\udcff"], "--prompt is not UTF-8 text"),
     (["--prompt", ""], "the prompt must have at least one token, got an empty text"),
+    ([*ONE, "--decode", "refill"], "decode is for perceiver_ar, and this model has attention='llp'"),
+    ([*ONE, "--decode", "thaw"], "exact"),
     ([*ONE, "--samples", "0"], "samples must be at least 1, got 0"),
-    ([*ONE, "--beams", "0"], "beams must be at least 1, got 0"),
     ([*ONE, "--beams", "2", "--stop", "x"], "without stop strings: leave --stop out"),
-    ([*ONE, "--beams", "2", "--samples", "2"], "leave --samples out"),
     ([*ONE, "--beams", "2", "--seed", "1"], "seed=1 has no effect with --beams; leave it out"),
-    ([*ONE, "--stop", ""], "a stop string must hold at least one character"),
-    ([*ONE, "--min_p", "2"], "min_p must be between 0 and 1, got 2.0"),
     (ZIP[:2], "--texts N and --out-file FILE need each other, got only --texts"),
-    (ZIP[2:], "--texts N and --out-file FILE need each other, got only --out-file"),
     (["--texts", "0", *ZIP[2:]], "texts must be at least 1, got 0"),
-    ([*ZIP[:3], "a.txt"], "--out-file must be a .zip file, got 'a.txt'"),
     ([*ZIP[:3], "nowhere/a.zip"], "nowhere for --out-file"),
+    ([*ZIP[:3], "a.txt"], "--out-file must be a .zip file, got 'a.txt'"),
     ([*ZIP, "--samples", "2"], "--samples can't be combined with --texts; leave it out"),
-    ([*ZIP, "--stop", "w1"], "--stop can't be combined with --texts; leave it out"),
 ])  # fmt: skip
 def test_arguments_that_do_not_go_together_are_refused(run, tmp_path, monkeypatch, refused, arguments, match):
     monkeypatch.chdir(tmp_path)
@@ -273,10 +237,8 @@ def test_a_file_that_is_no_text_and_the_state_of_another_model_are_refused(run, 
     assert "the state was made by configuration" in refused("generate", run, *ONE, "--state-in", state)
 
 
-@pytest.mark.parametrize(("missing", "match"), [
-    ("config.json", "holds no config.json"), ("tokenizer.json", "holds no tokenizer.json"),
-])  # fmt: skip
-def test_a_folder_that_lacks_a_file_is_refused(tmp_path, refused, missing, match):
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json"])
+def test_a_folder_that_lacks_a_file_is_refused(tmp_path, refused, missing):
     folder = save_model(tmp_path / "part")
     (folder / missing).unlink()
-    assert match in refused("generate", folder, *ONE)
+    assert f"holds no {missing}" in refused("generate", folder, *ONE)

@@ -26,12 +26,10 @@ def llama(tmp_path):
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **HEADS)).save_pretrained(folder)
     load_tokenizer("bytes").save(str(folder / "tokenizer.json"))
     for name, text in {
-        "tokenizer_config.json": '{"eos_token": "a"}',
-        "special_tokens_map.json": "{}",
-        "chat_template.jinja": "{{ messages }}",
-        "tokenizer.model": "pieces",
+        "tokenizer_config.json": '{"eos_token": "a"}', "special_tokens_map.json": "{}",
+        "chat_template.jinja": "{{ messages }}", "tokenizer.model": "pieces",
         "generation_config.json": '{"eos_token_id": [2, 7], "repetition_penalty": 1.3}',
-    }.items():
+    }.items():  # fmt: skip
         (folder / name).write_text(text)
     return folder
 
@@ -78,15 +76,12 @@ def test_a_llama2c_checkpoint_is_generated_from_measured_and_audited(stories, tm
     printed("audit", ours, "--tokens", "8", "--batch", "2", "--long", "0", "--contexts", "[]")
 
 
-def test_without_a_tokenizer_it_is_said(stories, tmp_path, capsys):
+def test_a_tokenizer_is_missed_or_of_another_model(stories, tmp_path, capsys, refused):
     assert main(["import", str(stories[0]), "--out", str(tmp_path / "ours")]) == 0
     shown = capsys.readouterr()
     assert "has no tokenizer, which generate, eval and serve need: use --tokenizer" in shown.err
     assert "subquad generate" not in shown.out
     assert not (tmp_path / "ours" / "tokenizer.json").exists()
-
-
-def test_a_tokenizer_of_another_model_is_refused(stories, tmp_path, refused):
     write_llama2c(stories[0], 20)
     message = refused("import", stories[0], "--out", tmp_path / "o", "--tokenizer", stories[1])
     assert "the tokenizer has 271 tokens, the model knows 20" in message
@@ -107,22 +102,12 @@ def test_models_that_cannot_be_converted_are_refused(llama, tmp_path, refused):
         return refused(command, folder, *more, "--out", tmp_path / "out")
 
     assert "holds a model of type 'llama'; it must be 'subquad'" in message("export", llama)
-    assert "there is no folder" in message("export", tmp_path / "nowhere")
-    assert "the tokenizer 'bpe' has to be trained first; valid here: bytes or a tokenizer" in message(
-        "import", llama, "--tokenizer", "bpe"
-    )
-    assert "there is no folder nowhere, and the hub gives no" in message("import", "nowhere")
     damaged = tmp_path / "damaged"
     shutil.copytree(llama, damaged)
     tensors = load_file(damaged / "model.safetensors")
     tensors["model.norm.weight"][0] = torch.inf
     save_file(tensors, damaged / "model.safetensors", {"format": "pt"})
     assert "damaged holds a model whose weights are damaged: model.norm.weight" in message("import", damaged)
-    (tmp_path / "nothing").mkdir()
-    assert "holds no config.json" in message("import", tmp_path / "nothing")
-    values = json.loads((llama / "config.json").read_text())
-    (llama / "config.json").write_text(json.dumps({**values, "hidden_act": "relu"}))
-    assert "hidden_act='relu'" in message("import", llama)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     assert "holds an adapter; `subquad lora merge` makes one plain model" in message("export", tmp_path / "adapter")

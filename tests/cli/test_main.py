@@ -12,7 +12,7 @@ from subquad.cli import train as train_command
 from subquad.cli.show import PICTURES
 
 HELP = [[command] for command in COMMANDS] + [["show", what] for what in PICTURES] + [["data", "tokens"]]
-HEAVY = ("transformers", "accelerate", "peft", "matplotlib", "fastapi")
+HEAVY = ("transformers", "accelerate", "peft", "matplotlib", "fastapi", "prometheus_client")
 
 
 def fresh(code, *, status=0):
@@ -38,11 +38,16 @@ def test_help_loads_no_torch_for_the_overview_and_nothing_heavier_for_commands()
     assert all(f"\n  {command} " in overview[0] for command in COMMANDS)
     for arguments, (text, _) in zip(HELP, helps, strict=True):
         assert text.startswith(f"usage: subquad {' '.join(arguments)}")
+    texts = {" ".join(arguments): text for arguments, (text, _) in zip(HELP, helps, strict=True)}
+    assert "subquad lora merge RUN" in texts["lora"]
+    assert all(f"\n  {what} " in texts["show"] for what in PICTURES)
 
 
 def test_the_module_is_the_command():
     command = [sys.executable, "-m", "subquad", "--version"]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.startswith("subquad")
+    assert subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.startswith(
+        "subquad 0."
+    )
 
 
 FAKE = (  # `list` without torch
@@ -68,6 +73,10 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["trian"], f"unknown command 'trian'; did you mean 'train'? valid: {', '.join(sorted(COMMANDS))}\n"),
     ([], "no command\nsee subquad --help"),
+    (["lora", "lst"], "unknown action 'lst'; did you mean 'list'? valid: list, merge"),
+    (["lora"], "no action"),
+    (["show", "wieghts"], "unknown picture 'wieghts'; did you mean 'weights'?"),
+    (["show"], "no picture named"),
     (["bench", "ops", "--tokens", "1024"], "`subquad bench` is now `python -m benchmarks`, in a clone of"),
     (["reproduce", "llp_table6"], "`subquad reproduce` is now `python -m experiments`, in a clone of the repository\n"),
     (["lora", "mnist", "--path", "x"], "`subquad lora mnist` is now `python -m experiments.lora_mnist`, in a clone of"),
@@ -76,10 +85,6 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
 def test_a_command_that_is_not_there_is_answered_with_the_right_one(capsys, arguments, message):
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
-
-
-def test_the_version_is_printed(printed):
-    assert printed("--version").startswith("subquad 0.")
 
 
 @pytest.mark.parametrize(("error", "status", "lines"), [

@@ -19,7 +19,6 @@ IDLE = dict.fromkeys(range(4), 7.0)
 
 
 @pytest.mark.parametrize(("seconds", "left"), [
-    ([IDLE, IDLE], 4),
     ([IDLE, IDLE | {0: 7.2}], 3),
     ([IDLE, IDLE | {0: 7.1, 1: 7.1}], 3),  # one process that moves between two cores
     ([IDLE, dict.fromkeys(range(4), 7.02)], 4),

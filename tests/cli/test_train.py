@@ -5,7 +5,6 @@ import re
 from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
 from safetensors.torch import load_file
 
@@ -17,8 +16,11 @@ from subquad.models.build import build_model
 from subquad.training import TrainConfig, loop
 
 
-def test_train_writes_all_that_it_reports(trained):
-    report, evaluation = (json.loads((trained / f"{name}.json").read_text()) for name in ("report", "evaluation"))
+def test_train_writes_all_that_it_reports_and_reports_a_finished_run_again(trained):
+    def read(name):
+        return json.loads((trained / f"{name}.json").read_text())
+
+    report, evaluation = read("report"), read("evaluation")
     assert report["bits_per_byte"] == evaluation["bits_per_byte"]
     assert 0 < report["gzip_bits_per_byte"] < 8
     assert evaluation["text_bytes"] == evaluation["tokens"] + 1  # bytes are the tokens
@@ -26,6 +28,9 @@ def test_train_writes_all_that_it_reports(trained):
     assert samples.count("--- ") == samples.count("import ") == 3
     for name in ("config.yaml", "metrics.jsonl", "model.safetensors", "tokenizer.json"):
         assert (trained / name).stat().st_size > 0
+    assert main(["train", "--config", str(trained / "config.yaml")]) == 0
+    assert read("report")["train_tokens_per_second"] > 0
+    assert read("report")["bits_per_byte"] == report["bits_per_byte"]
 
 
 @pytest.mark.draws
@@ -49,27 +54,21 @@ def test_samples_end_where_positions_and_latents_do(tmp_path, caplog, model, pro
     shape = {"vocab_size": 256, "dim": 8, "num_layers": 1, "num_heads": 1}
     run = {"prompt": prompt, "sample_tokens": 60}
     config = TrainConfig.from_dict({"model": shape | model, "batch": {"length": 8}, "run": run})
-    decoder = build_model(config.model).eval()
-    _write_samples(
-        SimpleNamespace(config=config, model=SimpleNamespace(model=decoder), folder=tmp_path), load_tokenizer("bytes")
-    )
+    wrapped = SimpleNamespace(model=build_model(config.model).eval())
+    _write_samples(SimpleNamespace(config=config, model=wrapped, folder=tmp_path), load_tokenizer("bytes"))
     assert f"samples are cut to {count} tokens: {reason}" in caplog.text
     assert (tmp_path / "samples.txt").read_text().count("--- ") == 3
 
 
-def test_a_finished_run_is_reported_again_with_its_speed(trained):
-    before = json.loads((trained / "report.json").read_text())
-    assert main(["train", "--config", str(trained / "config.yaml")]) == 0
-    after = json.loads((trained / "report.json").read_text())
-    assert after["train_tokens_per_second"] > 0
-    assert after["bits_per_byte"] == before["bits_per_byte"]
-
-
 def test_an_interrupted_run_says_how_to_resume(tiny, tmp_path, capsys, refused, monkeypatch):
-    folder = tmp_path / "stopped run"
+    folder, kept = tmp_path / "stopped run", []
     with monkeypatch.context() as stopped:
+        stopped.setattr("subquad.memory.keep_freed_memory", lambda: kept.append(True))
+        stopped.setattr("subquad.cli.threads.free_threads", lambda: 1)
         stopped.setattr(loop.StopSignal, "__enter__", lambda self: setattr(self, "received", True) or self)
         assert main(["train", "--config", str(tiny), "--run.folder", str(folder)]) == 130
+    assert kept == [True]
+    assert TrainConfig.from_file(folder / "config.yaml").run.threads == 1
     said = f"stopped after step 1 of 3; resume with:\n  subquad train --config '{folder}/config.yaml'"
     assert said in capsys.readouterr().err
     assert "its training has not ended" in refused("generate", folder, "--prompt", "x")
@@ -85,11 +84,9 @@ def failed(capsys, *arguments):
     return err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("debug", [[], ["--debug"]])
-@pytest.mark.parametrize(("content", "match"), [
-    (b"", "is empty: there is no text to read"),
-    (b"text\0more", "is not text: it has a NUL at byte 4"),
-    (b"text\xff", "is not text: byte 4 is 0xff, which is not valid UTF-8"),
+@pytest.mark.parametrize(("content", "match", "debug"), [
+    (b"", "is empty: there is no text to read", []),
+    (b"text\xff", "is not text: byte 4 is 0xff, which is not valid UTF-8", ["--debug"]),
 ])  # fmt: skip
 def test_bad_text_is_a_failure_of_one_line(capsys, tmp_path, content, match, debug):
     bad = tmp_path / "bad.txt"
@@ -100,9 +97,8 @@ def test_bad_text_is_a_failure_of_one_line(capsys, tmp_path, content, match, deb
 
 def test_a_loss_that_is_not_finite_is_a_failure_of_one_line(capsys, tiny, tmp_path):
     options = ["--optimizer.lr", "1e30", "--run.steps", "9", "--run.folder", tmp_path / "diverged"]
-    assert re.match(
-        r"error: the (loss|gradient norm) is (nan|inf) at step \d", failed(capsys, "--config", tiny, *options)
-    )
+    message = failed(capsys, "--config", tiny, *options)
+    assert re.match(r"error: the (loss|gradient norm) is (nan|inf) at step \d", message)
 
 
 def test_a_run_on_shards_is_measured_with_its_boundaries(tiny, tmp_path, printed):
@@ -128,25 +124,3 @@ def test_a_run_on_shards_is_measured_with_its_boundaries(tiny, tmp_path, printed
     tokens, documents = (sum(getattr(entry, what) for entry in held_out) for what in ("tokens", "documents"))
     assert documents > 1
     assert (found["null"]["tokens"], found["false"]["tokens"]) == (tokens - documents, tokens - 1)
-
-
-def test_the_command_keeps_freed_memory_and_the_number_of_threads(tmp_path, monkeypatch, printed):
-    from subquad import memory
-    from subquad.cli import threads
-
-    kept = []
-    monkeypatch.setattr(memory, "keep_freed_memory", lambda: kept.append(True))
-    monkeypatch.setattr(threads, "free_threads", lambda: 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    config = {
-        "task": "probe",
-        "model": {"dim": 8, "num_layers": 1, "num_heads": 1, "attention": "linear", "position": "none"},
-        "probe": {"name": "copy", "symbols": 4, "examples": 8, "held_out": 2},
-        "batch": {"length": 10, "size": 2},
-        "schedule": {"warmup": 0},
-        "run": {"steps": 1, "device": "cpu", "folder": str(tmp_path / "run")},
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    printed("train", "--config", tmp_path / "run.yaml")
-    assert kept == [True]
-    assert TrainConfig.from_file(tmp_path / "run" / "config.yaml").run.threads == 1

@@ -6,22 +6,20 @@ from subquad.data.shards import HEAD_BYTES, ShardWriter
 from subquad.data.token_set import TokenSet, write_index
 from subquad.data.tokenizers import load_tokenizer, tokenizer_hash
 
-VOCABULARY = 70000
-
 
 def make_set(folder, shards):
     """A set of shards, each a list of the lengths of its documents; tokens count on from 0."""
     folder.mkdir(parents=True, exist_ok=True)
     made_by, entries, token = tokenizer_hash(load_tokenizer("bytes")), [], 0
     for number, lengths in enumerate(shards):
-        with ShardWriter(folder / f"{number:05d}.tokens", vocab_size=VOCABULARY, tokenizer_hash=made_by) as writer:
+        with ShardWriter(folder / f"{number:05d}.tokens", vocab_size=70000, tokenizer_hash=made_by) as writer:
             for length in lengths:
                 writer.add(np.arange(token, token + length))
                 writer.end_document(text_bytes=length, words=1)
                 token += length
         entries.append(writer.entry)
     load_tokenizer("bytes").save(str(folder / "tokenizer.json"))
-    write_index(folder, entries, tokenizer_hash=made_by, vocab_size=VOCABULARY)
+    write_index(folder, entries, tokenizer_hash=made_by, vocab_size=70000)
     return TokenSet(folder)
 
 

@@ -1,21 +1,15 @@
 """Files and folders appear whole or not at all."""
 
-import json
 import os
+import sys
 
 import pytest
 
-from subquad.data.files import aside, cache_folder, locked, remove, set_aside, write_json
+from subquad.data.files import aside, cache_folder, locked
 
 
 def names(folder):
     return sorted(entry.name for entry in folder.iterdir())
-
-
-def write_half(place):
-    with aside(place) as temporary:
-        temporary.write_text("half")
-        raise RuntimeError("in the middle")
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path):
@@ -23,32 +17,25 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     with aside(place) as temporary:
         temporary.write_text("whole")
         assert not place.exists()
-    with pytest.raises(RuntimeError, match="in the middle"):
-        write_half(place)
+    with pytest.raises(SystemExit, match="4"), aside(place) as temporary:
+        sys.exit(temporary.write_text("half"))
     assert place.read_text() == "whole"
     assert names(place.parent) == ["file"]
 
 
-def test_the_first_of_two_folders_stays(tmp_path):
-    place = tmp_path / "folder"
+def test_the_first_of_two_folders_stays_and_folders_and_files_do_not_replace_each_other(tmp_path):
+    file, place = tmp_path / "file", tmp_path / "folder"
+    file.write_text("a file")
     with aside(place) as outer, aside(place) as inner:
         for folder, text in ((outer, "outer"), (inner, "inner")):
             folder.mkdir()
             (folder / "file").write_text(text)
-    assert (place / "file").read_text() == "inner"
-    assert names(tmp_path) == ["folder"]
-
-
-def test_a_folder_and_a_file_cannot_replace_each_other(tmp_path):
-    file, folder = tmp_path / "file", tmp_path / "folder"
-    file.write_text("a file")
-    folder.mkdir()
     with pytest.raises(OSError, match=r"Not a directory|Is a directory|File exists"), aside(file) as made:
         made.mkdir()
-    with pytest.raises(OSError, match=r"Is a directory|denied"), aside(folder) as made:
+    with pytest.raises(OSError, match=r"Is a directory|denied"), aside(place) as made:
         made.write_text("a file")
+    assert (file.read_text(), (place / "file").read_text()) == ("a file", "inner")
     assert names(tmp_path) == ["file", "folder"]
-    assert folder.is_dir()
 
 
 def test_a_lock_keeps_others_out_and_leaves_no_file(tmp_path):
@@ -60,17 +47,6 @@ def test_a_lock_keeps_others_out_and_leaves_no_file(tmp_path):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     finally:
         os.close(other)
-    assert names(tmp_path) == []
-
-
-def test_a_folder_is_set_aside_whole_and_removed(tmp_path):
-    (tmp_path / "folder").mkdir()
-    write_json(tmp_path / "folder" / "a.json", {"é": [1, 2]})
-    away = set_aside(tmp_path / "folder")
-    assert json.loads((away / "a.json").read_text(encoding="utf-8")) == {"é": [1, 2]}
-    assert names(tmp_path) == [away.name]
-    remove(away)
-    remove(tmp_path / "never was")
     assert names(tmp_path) == []
 
 

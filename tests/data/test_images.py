@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from subquad.data.images import load_images, load_pictures
+from tests.data.lra.layouts import put
 from tests.data.pictures import digits, idx_bytes, jpegs, keras, records, write_idx, write_png
 
 TRAIN, TEST, LABELS = "train-images-idx3-ubyte", "t10k-images-idx3-ubyte", "train-labels-idx1-ubyte"
@@ -24,15 +25,21 @@ def test_idx_files(tmp_path, suffix):
     assert (sets["test"].shape, len(sets["test"].pixels)) == ((4, 4, 1), 8)
 
 
-def test_labels_are_needed_only_if_asked_for(tmp_path):
+def test_labels_are_needed_only_if_asked_for_and_wrong_paths_are_refused(tmp_path):
     write_idx(tmp_path / "a", labels=False)
     write_idx(tmp_path / "b", classes=3, test=2)
+    (tmp_path / "a.txt").touch()
     assert load_images(str(tmp_path / "a"))["train"].labels is None
     load_images(str(tmp_path / "b"))
-    with pytest.raises(ValueError, match="the train images have no labels; give idx label files"):
-        load_images(str(tmp_path / "a"), labels=True)
-    with pytest.raises(ValueError, match=r"class 2 \('2'\) has no example in test"):
-        load_images(str(tmp_path / "b"), labels=True)
+    for path, message in (
+        (tmp_path / "a", "the train images have no labels; give idx label files"),
+        (tmp_path / "b", r"class 2 \('2'\) has no example in test"),
+        (tmp_path / "nowhere", "there is no file or folder"),
+        (tmp_path / "a.txt", r"is not a set of images; give an \.npz"),
+        ("hf:a:b:c", r"a dataset of images is hf:NAME\[:CONFIG\]"),
+    ):
+        with pytest.raises(ERRORS, match=message):
+            load_images(str(path), labels=True)
 
 
 def npz(file, arrays):
@@ -118,37 +125,27 @@ def test_folders_with_and_without_classes(tmp_path):
     assert (images.labels, images.shape) == (None, (4, 4, 3))
 
 
-def test_one_folder_is_split_by_name(tmp_path):
+def test_one_folder_is_split_by_name_and_one_image_read(tmp_path):
     for number in range(21):
         write_png(tmp_path / f"{number}.png", shade(number))
     sets = load_images(str(tmp_path))
     assert sets["test"].pixels[:, 0, 0, 0].tolist() == [9, 19]
     assert len(sets["train"].pixels) == 19
     assert len(load_pictures(str(tmp_path)).pixels) == 21
+    write_png(tmp_path / "one_bit.png", shade(255), "1")
     assert load_pictures(str(tmp_path / "3.png")).pixels[0, 0, 0, 0] == 3
-
-
-def test_palettes_and_one_bit_are_read(tmp_path):
-    write_png(tmp_path / "train" / "a.png", shade(255), "1")
-    write_png(tmp_path / "test" / "a.png", shade(255))
-    images = load_images(str(tmp_path))["train"]
-    assert (images.pixels.max(), images.shape) == (255, (4, 4, 1))
+    assert (load_pictures(str(tmp_path / "one_bit.png")).pixels == np.full((1, 4, 4, 1), 255)).all()
 
 
 IDX = {TRAIN: idx_bytes(digits(20)[0]), LABELS: idx_bytes(digits(20)[1]), TEST: idx_bytes(digits(8)[0])}
 CIFAR = {"data_batch_1.bin": records(0), "test_batch.bin": records(0)}
 
 
-def spoiled(files, name, change):
-    """These files, one of them changed."""
-    return files | {name: change(files[name])}
-
-
 @pytest.mark.parametrize(("files", "message"), [
-    (spoiled(IDX, TRAIN, lambda raw: raw[:9]), f"{TRAIN} ends at byte 9, within its header of 16 bytes"),
-    (spoiled(IDX, TRAIN, lambda raw: b"\1" + raw[1:]), r"byte 0 is 1, not 0 \(zero\)"),
-    (spoiled(IDX, TRAIN, lambda raw: raw[:4] + bytes(4) + raw[8:]), "is empty: the size at byte 4 is 0"),
-    (spoiled(IDX, TRAIN, lambda raw: raw[:-3]), "has 333 bytes, not the 336 of the size in its header, 20 x 4 x 4"),
+    (IDX | {TRAIN: IDX[TRAIN][:9]}, f"{TRAIN} ends at byte 9, within its header of 16 bytes"),
+    (IDX | {TRAIN: b"\1" + IDX[TRAIN][1:]}, r"byte 0 is 1, not 0 \(zero\)"),
+    (IDX | {TRAIN: IDX[TRAIN][:4] + bytes(4) + IDX[TRAIN][8:]}, "is empty: the size at byte 4 is 0"),
+    (IDX | {TRAIN: IDX[TRAIN][:-3]}, "has 333 bytes, not the 336 of the size in its header, 20 x 4 x 4"),
     ({TRAIN + ".xz": lzma.compress(IDX[TRAIN])[:-9]}, f"{TRAIN}.xz is damaged and does not unpack"),
     (IDX | {LABELS: idx_bytes(np.zeros(7))}, f"{LABELS} has 7 labels for the 20 images of"),
     ({TRAIN: IDX[TRAIN]}, "has no t10k-images-idx3-ubyte"),
@@ -171,25 +168,13 @@ def spoiled(files, name, change):
 ])  # fmt: skip
 def test_wrong_files_are_named_with_the_place(tmp_path, files, message):
     for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, bytes):
-            (tmp_path / name).write_bytes(content)
+            put(tmp_path, name, content)
         else:
             write_png(tmp_path / name, *((shade(9), content) if content == "RGBA" else (shade(9, content),)))
     with pytest.raises(ERRORS, match=message) as error:
         load_images(str(tmp_path))
     assert str(tmp_path) in str(error.value)
-
-
-@pytest.mark.parametrize(("path", "message"), [
-    ("{}/nowhere", "there is no file or folder"),
-    ("{}/a.txt", r"is not a set of images; give an \.npz"),
-    ("hf:a:b:c", r"a dataset of images is hf:NAME\[:CONFIG\]"),
-])  # fmt: skip
-def test_paths_without_images_are_refused(tmp_path, path, message):
-    (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(ERRORS, match=message):
-        load_images(path.format(tmp_path))
 
 
 def dataset(rows=2, **columns):
@@ -202,16 +187,9 @@ def dataset(rows=2, **columns):
     return datasets.Dataset.from_dict(values, features=datasets.Features(features))
 
 
-@pytest.fixture
-def splits(monkeypatch):
-    import datasets
-
-    made = {"train": dataset(4), "test": dataset(2)}
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, *rest: made)
-    return made
-
-
-def test_a_dataset_of_the_hub(splits):
+def test_a_dataset_of_the_hub(monkeypatch):
+    splits = {"train": dataset(4), "test": dataset(2)}
+    monkeypatch.setattr("datasets.load_dataset", lambda name, *rest: splits)
     sets = load_images("hf:made/up", labels=True)
     assert sets["train"].classes == ("cat", "dog")
     assert sets["train"].labels.tolist() == [0, 1, 0, 1]
@@ -220,29 +198,23 @@ def test_a_dataset_of_the_hub(splits):
     sets = load_images("hf:made/up")
     assert sets["train"].labels is None
     assert len(sets["test"].pixels) == 2
-
-
-@pytest.mark.parametrize(("columns", "message"), [
-    (None, "needs the splits train and test"),
-    ({"image": None, "text": ["a", "b"]}, "has no column of images; its columns are label, text"),
-    ({"label": [0, None]}, "train row 1 has no label"),
-    ({"image": [shade(1), None]}, "train row 1 has no image"),
-    ({"rows": 0}, "has no row in train"),
-])  # fmt: skip
-def test_wrong_datasets_are_refused(splits, columns, message):
-    splits["train"] = dataset(**(columns or {}))
-    if columns is None:
-        del splits["test"]
-    with pytest.raises(ValueError, match=message):
+    for splits["train"], message in (
+        (dataset(image=None, text=["a", "b"]), "has no column of images; its columns are label, text"),
+        (dataset(label=[0, None]), "train row 1 has no label"),
+        (dataset(image=[shade(1), None]), "train row 1 has no image"),
+        (dataset(rows=0), "has no row in train"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_images("hf:made/up")
+    del splits["validation"]
+    with pytest.raises(ValueError, match="needs the splits train and test"):
         load_images("hf:made/up")
 
 
 def test_the_fingerprint_tells_images_and_labels_apart(tmp_path):
     images = load_images(str(write_idx(tmp_path)))["train"]
-    prints = [images.fingerprint(), images.fingerprint()]
-    images.pixels[3, 1, 1, 0] ^= 1
-    prints.append(images.fingerprint())
-    images.labels[0] ^= 1
-    prints.append(images.fingerprint())
-    assert prints[0] == prints[1]
-    assert len(set(prints)) == 3
+    prints = {images.fingerprint()}
+    for array in (images.pixels, images.labels):
+        array.flat[5] ^= 1
+        prints.add(images.fingerprint())
+    assert len(prints) == 3

@@ -78,6 +78,7 @@ def at(place, form, value):
     (lambda raw: raw.replace(b"<0x41>", b"<0x42>"), "token 68 must be <0x41>"),
     (lambda raw: raw + struct.pack("<fi", -99.0, 2) + b"ab", "holds the token 'ab' twice"),
     (lambda raw: raw + struct.pack("<fi", -5.0, 2) + b"ba", "'ab' and 'ba' have the same score, -5.0"),
+    (lambda raw: bytes(MOST_BYTES + 1), "is larger than 67,108,864 bytes"),
     (None, "no file"),
 ])  # fmt: skip
 def test_a_damaged_file_is_refused(change, message, tmp_path):
@@ -88,10 +89,3 @@ def test_a_damaged_file_is_refused(change, message, tmp_path):
     with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
         read_llama2c_tokenizer(file)
     assert str(file) in str(caught.value)
-
-
-def test_a_file_too_large_for_a_tokenizer_is_not_read(tmp_path):
-    with (tmp_path / "a.bin").open("wb") as stream:
-        stream.truncate(MOST_BYTES + 1)
-    with pytest.raises(ValueError, match=r"a\.bin is larger than 67,108,864 bytes"):
-        read_llama2c_tokenizer(tmp_path / "a.bin")

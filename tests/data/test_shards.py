@@ -35,6 +35,10 @@ def test_what_is_written_is_read(path):
     assert repr(shard).endswith("some.tokens': 5 tokens, 2 documents)")
     with pytest.raises(ValueError, match="read-only"):
         shard.tokens[0] = 9
+    with pytest.raises(ValueError, match=r"made with the tokenizer aaaaaaaaaaaaaaaa\.\.\., not with this one, bbbb"):
+        TokenShard(path, tokenizer_hash="b" * 64)
+    with pytest.raises(FileNotFoundError, match=r"gone\.tokens"):
+        TokenShard(path.with_name("gone.tokens"))
     pickled = pickle.dumps(shard)  # another process maps the file again
     assert len(pickled) < 500
     assert pickle.loads(pickled).tokens.tolist() == [1, 2, 3, 4, 5]  # noqa: S301
@@ -83,15 +87,6 @@ def test_a_damaged_shard_is_refused_by_name(path, change, message):
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ValueError, match=f"{re.escape(str(path))} {message}"):
         TokenShard(path)
-
-
-def test_a_missing_shard_and_another_tokenizer_are_refused(path):
-    with pytest.raises(
-        ValueError, match=r"was made with the tokenizer aaaaaaaaaaaaaaaa\.\.\., not with this one, bbbb"
-    ):
-        TokenShard(path, tokenizer_hash="b" * 64)
-    with pytest.raises(FileNotFoundError, match=r"gone\.tokens"):
-        TokenShard(path.with_name("gone.tokens"))
 
 
 def test_contents_are_hashed_once_for_each_file(path, monkeypatch):

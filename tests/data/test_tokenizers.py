@@ -10,50 +10,33 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from subquad.data import tokenizers as module
-from subquad.data.tokenizers import Encoder, bytes_tokenizer, encode_text, load_tokenizer, separator_id, tokenizer_hash
-from subquad.data.vocabularies import SEPARATOR, TRAINED, characters, make_tokenizer, train_bpe, train_unigram
+from subquad.data.tokenizers import Encoder, bytes_tokenizer, encode_text, load_tokenizer, separator_id
+from subquad.data.vocabularies import SEPARATOR, TRAINED, make_tokenizer, train_bpe, train_unigram
 
 TEXTS = ["def f(x):\n    return x + 1\n", "The cat didn't sit; it's 42.\n\n\tThe  end ", "größe 漢字 \U0001f389"] * 3
-BPE, UNIGRAM = train_bpe(TEXTS, 300), train_unigram(TEXTS, 300)
+BYTES, BPE, UNIGRAM = bytes_tokenizer(), train_bpe(TEXTS, 300), train_unigram(TEXTS, 300)
 
 
 def encode(tokenizer, *texts):
     return np.concatenate([ids for _, ids in Encoder(tokenizer).encode([text.encode() for text in texts])]).tolist()
 
 
-@settings(max_examples=50)
-@given(st.text())
-def test_bytes_are_their_own_ids(text):
-    tokenizer = bytes_tokenizer()
-    ids = tokenizer.encode(text).ids
-    assert ids == list(text.encode()) == encode(tokenizer, text)
-    assert tokenizer.decode(ids) == text
-
-
-@pytest.mark.parametrize("tokenizer", [BPE, UNIGRAM], ids=["bpe", "unigram"])
+@pytest.mark.parametrize("tokenizer", [BYTES, BPE, UNIGRAM], ids=["bytes", "bpe", "unigram"])
 @settings(max_examples=50)
 @given(text=st.text())
 @example(text=f"a{SEPARATOR}b")  # a separator that a document spells out is text
-def test_trained_tokenizers_lose_nothing(tokenizer, text):
+def test_tokenizers_lose_nothing_and_bytes_are_their_own_ids(tokenizer, text):
     fed = encode(tokenizer, text)
+    assert tokenizer is not BYTES or fed == tokenizer.encode(text).ids == list(text.encode())
     assert separator_id(tokenizer) not in fed
     assert tokenizer.decode(fed) == tokenizer.decode(encode_text(tokenizer, text), skip_special_tokens=False) == text
 
 
 def test_sizes_and_separators():
-    assert module.vocab_size(bytes_tokenizer()) == 256
-    assert (module.vocab_size(BPE), separator_id(BPE), separator_id(UNIGRAM)) == (300, 0, 0)
-    assert Encoder(bytes_tokenizer()).separator.tolist() == []
-    assert Encoder(BPE).separator.tolist() == [0]
+    assert [module.vocab_size(tokenizer) for tokenizer in (BYTES, BPE)] == [256, 300]
+    assert [Encoder(tokenizer).separator.tolist() for tokenizer in (BYTES, BPE, UNIGRAM)] == [[], [0], [0]]
     assert separator_id(BPE) in BPE.encode(f"a{SEPARATOR}b").ids
     assert module.vocab_size(Tokenizer(models.WordLevel(vocab={"a": 0, "b": 9}, unk_token="a"))) == 10, "gaps count"
-
-
-def test_a_file_keeps_the_tokenizer(tmp_path):
-    for tokenizer in (BPE, UNIGRAM, bytes_tokenizer(), characters(["aé"])):
-        tokenizer.save(str(tmp_path / "tokenizer.json"))
-        assert tokenizer_hash(load_tokenizer(tmp_path / "tokenizer.json")) == tokenizer_hash(tokenizer)
-        assert tokenizer_hash(load_tokenizer(str(tmp_path))) == tokenizer_hash(tokenizer)
 
 
 @settings(max_examples=50)
@@ -84,22 +67,22 @@ def test_long_texts_are_cut_for_trained_tokenizers_alone(tmp_path, monkeypatch):
     assert [number for number, _ in Encoder(tokenizer).encode([text, b"short"])] == [0, 1]
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("byte", r"unknown tokenizer 'byte'.*did you mean 'bytes'\? valid: PATH/tokenizer.json"),
-    ("bpe", "the tokenizer 'bpe' has to be trained first; valid here: bytes or a tokenizer.json"),
-    ("{}", r"/tokenizer\.json is not a tokenizer\.json: "),
-])  # fmt: skip
-def test_what_is_no_tokenizer_is_refused(name, message, tmp_path):
+def test_what_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
-    with pytest.raises(ValueError, match=message):
-        load_tokenizer(name.format(tmp_path))
+    for name, message in (
+        ("byte", r"unknown tokenizer 'byte'.*did you mean 'bytes'\? valid: PATH/tokenizer.json"),
+        ("bpe", "the tokenizer 'bpe' has to be trained first; valid here: bytes or a tokenizer.json"),
+        (tmp_path, r"/tokenizer\.json is not a tokenizer\.json: "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_tokenizer(name)
 
 
 @pytest.mark.parametrize("name", ["bytes", *TRAINED])
 def test_carriage_returns_are_counted_and_warned_of(name, caplog):
     unix = "one line\nand another one\n" * 40
     dos = unix.replace("\n", "\r\n")
-    tokenizer = bytes_tokenizer() if name == "bytes" else make_tokenizer(name, [unix, dos], 300)
+    tokenizer = BYTES if name == "bytes" else make_tokenizer(name, [unix, dos], 300)
     module.warn_of_carriage_returns(tokenizer, np.array(encode(tokenizer, unix)), "the text")
     assert caplog.text == ""
     module.warn_of_carriage_returns(tokenizer, np.array(encode(tokenizer, dos)), "the text")

@@ -34,33 +34,26 @@ def test_the_label_is_the_majority_of_marked_symbols_and_counts_say_nothing(leng
     assert {value.dtype for value in item.values()} == {torch.int64}
 
 
-def test_both_labels_and_all_lengths_occur_equally():
-    items = [MarkedVotes(33, 600)[i] for i in range(600)]
-    ones = sum(int(item["labels"]) for item in items)
-    assert abs(ones - 300) < 4 * np.sqrt(150)  # four standard deviations of 600 fair coins
-    assert {len(real(item)) for item in items} == set(range(15, 34, 2))
-
-
-def test_an_item_depends_on_seed_part_and_index_alone():
+def test_an_item_depends_on_seed_part_and_index_alone_and_the_fingerprint_tells_tasks_apart():
     first, again = MarkedVotes(40, 10, seed=3)[7], MarkedVotes(40, 500, seed=3)[7]
     for name in first:
         assert_exact(first[name], again[name], name)
     assert not torch.equal(first["input_ids"], MarkedVotes(40, 10, seed=4)[7]["input_ids"])
+    usual = {"length": 40, "examples": 10, "held_out": 5, "seed": 0}
+    changes = [{}, {"length": 41}, {"examples": 11}, {"held_out": 6}, {"seed": 1}, {}]
+    assert len({toy(**(usual | change)).fingerprint for change in changes}) == 5
 
 
-def test_no_held_out_sequence_is_in_the_training_part():
+def test_labels_and_lengths_occur_equally_and_no_held_out_sequence_is_in_the_training_part():
+    items = [MarkedVotes(33, 600)[i] for i in range(600)]
+    ones = sum(int(item["labels"]) for item in items)
+    assert abs(ones - 300) < 4 * np.sqrt(150)  # four standard deviations of 600 fair coins
+    assert {len(real(item)) for item in items} == set(range(15, 34, 2))
     corpus = toy(48, examples=600, held_out=200)
     train, held_out = ({tuple(real(part[i])) for i in range(len(part))} for part in (corpus.train, corpus.held_out))
     assert (len(train), len(held_out)) == (600, 200)
     assert not train & held_out
     assert (corpus.vocab_size, corpus.classes) == (3, ("marked zeros", "marked ones"))
-
-
-def test_the_fingerprint_tells_tasks_apart():
-    usual = {"length": 40, "examples": 10, "held_out": 5, "seed": 0}
-    changes = [{}, {"length": 41}, {"examples": 11}, {"held_out": 6}, {"seed": 1}]
-    assert len({toy(**(usual | change)).fingerprint for change in changes}) == 5
-    assert toy(**usual).fingerprint == toy(**usual).fingerprint
 
 
 @pytest.mark.parametrize(("call", "message"), [

@@ -5,6 +5,8 @@ Shape letters: B batch, T tokens, S keys, D width, H heads, K channels, V vocabu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,7 +28,6 @@ class Planted(nn.Module):
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCABULARY)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits."""
         x_BTD = self.tokens(tokens_BT)
         return self.head(self.norm(x_BTD + self.out(self.mix(x_BTD))))
 
@@ -41,13 +42,64 @@ class Planted(nn.Module):
         return score_BTS.softmax(-1) @ v
 
 
+def changed(mix: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> type[Planted]:
+    """`Planted` with `mix(attention, x_BTD)` in the place of its causal attention."""
+
+    class Changed(Planted):
+        def mix(self, x_BTD: Tensor) -> Tensor:
+            return mix(super().mix, x_BTD)
+
+    return Changed
+
+
+def attending(allowed: Callable[[Tensor, Tensor], Tensor]) -> type[Planted]:
+    """`Planted` in which token t attends to each token s for which `allowed(t_T1, s_T)`."""
+
+    class Attending(Planted):
+        def mix(self, x_BTD: Tensor) -> Tensor:
+            s_T = torch.arange(x_BTD.shape[1])
+            return self.attend(x_BTD, allowed(s_T[:, None], s_T))
+
+    return Attending
+
+
+def positions(x_BTD: Tensor) -> Tensor:
+    """0, 1, ... `[T, 1]` in the dtype of x."""
+    return torch.arange(x_BTD.shape[1]).to(x_BTD.dtype)[:, None]
+
+
+LengthInPositions = changed(lambda attention, x: attention(x + positions(x) / x.shape[1]))
+"""Causal, with positions t / T of a sequence of T tokens, as ELiTA was published."""
+BatchMean = changed(lambda attention, x: attention(x - x.mean(0, keepdim=True) / 2))
+"""Subtracts the mean over the batch."""
+Mixing = changed(lambda attention, x: x - x.mean(0, keepdim=True) / 2 + x.mean(1, keepdim=True))
+"""Mixes its batch and leaks."""
+Dropping = changed(lambda attention, x: attention(F.dropout(x, 0.1, training=True)))
+"""Applies dropout in eval mode too."""
+Counting = changed(lambda attention, x: attention(x) / ((positions(x) + 1) - positions(x)))
+"""Divides by t + 1 - t, which bfloat16 can't tell from 0 from 256 tokens on."""
+Bursting = changed(lambda attention, x: attention(x) / (positions(x) != 9).to(x.dtype))
+"""Infinite from 10 tokens on."""
+Rounding = changed(lambda attention, x: (attention(x) + x.sum(1, keepdim=True)) - x.sum(1, keepdim=True))
+"""Adds and subtracts a sum over all tokens, later ones too: right up to rounding."""
+Narrow = changed(lambda attention, x: attention(x).float().to(x.dtype))
+"""Rounds to float32 on its way."""
+LargeBatch = changed(
+    lambda attention, x: attention(x).where((torch.arange(len(x)) != 2)[:, None, None] | (len(x) < 4), torch.nan)
+)
+"""NaN in row 2 from four rows on."""
+UnmaskedLLP = attending(lambda t, s: (s // 6 == t // 6) | (s // 6 == t // 6 - 1))
+"""Each half segment of 6 attends to itself and the one before, without the causal mask."""
+LateLeak = attending(lambda t, s: (s <= t) | ((t == 3) & (s == len(t) - 1) & (len(t) > 20)))
+"""Right below 21 tokens; from there on output 3 sees the last token."""
+
+
 class Roll(Planted):
     """S2 as LongLoRA publishes it: tokens rolled by half a group, a triangular mask in the rolled order."""
 
     group = 8
 
     def mix(self, x_BTD: Tensor) -> Tensor:
-        """Half of the channels by groups, half by rolled groups, which wrap around."""
         T = x_BTD.shape[1]
         if T % self.group:
             raise ValueError(f"takes whole groups of {self.group} tokens, got {T}")
@@ -59,27 +111,14 @@ class Roll(Planted):
 
 
 class OurRoll(Planted):
-    """The same by the library's own option, which says that it leaks."""
+    """The same leak by the library's option `wrap`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = build("shifted", dim=DIM, num_heads=2, group=8, wrap=True)
 
     def mix(self, x_BTD: Tensor) -> Tensor:
-        """The layer's."""
         return self.layer(x_BTD)[0]
-
-
-class UnmaskedLLP(Planted):
-    """Half segments that see themselves and the one before, without the causal mask."""
-
-    half = 6
-
-    def mix(self, x_BTD: Tensor) -> Tensor:
-        """Every token of the two half segments."""
-        block = torch.arange(x_BTD.shape[1]) // self.half
-        behind = block[:, None] - block
-        return self.attend(x_BTD, (behind == 0) | (behind == 1))
 
 
 class GlobalMaxPerformer(Planted):
@@ -92,7 +131,6 @@ class GlobalMaxPerformer(Planted):
         self.register_buffer("directions", torch.randn(DIM, 24))
 
     def mix(self, x_BTD: Tensor) -> Tensor:
-        """Causal sums; the future sets how much the eps counts."""
         q, k = (project(x_BTD) / DIM**0.25 for project in (self.query, self.key))
         u = k @ self.directions - k.square().sum(-1, keepdim=True) / 2
         k_BTR = (u - u.amax(dim=(1, 2), keepdim=True)).exp() + self.eps
@@ -102,11 +140,19 @@ class GlobalMaxPerformer(Planted):
         return weight_BTS @ self.value(x_BTD) / weight_BTS.sum(-1, keepdim=True)
 
 
+class Float64Only(UnmaskedLLP):
+    """Leaks, and refuses other weights than float64."""
+
+    def mix(self, x_BTD: Tensor) -> Tensor:
+        if x_BTD.dtype != torch.float64:
+            raise RuntimeError("float64 only")
+        return super().mix(x_BTD)
+
+
 class Linear(Planted):
     """Linear attention with padding by a mask `[B, T]` and a cache of the sums."""
 
     def forward(self, tokens_BT: Tensor, mask: Tensor | None = None, sums: tuple | None = None) -> tuple:
-        """Logits, and the sums after the tokens."""
         x_BTD = self.tokens(tokens_BT)
         real_BT1 = torch.ones_like(x_BTD[..., :1]) if mask is None else mask[..., None].to(x_BTD.dtype)
         q_BTK, k_BTK = (F.elu(project(x_BTD)) + 1 for project in (self.query, self.key))
@@ -119,11 +165,9 @@ class Linear(Planted):
         return self.head(self.norm(x_BTD + self.out(y_BTV))), (s_BTKV[:, -1], z_BTK[:, -1])
 
     def normaliser(self, k_BTK: Tensor, real_BT1: Tensor) -> Tensor:
-        """What the denominator sums."""
         return k_BTK * real_BT1
 
     def continued(self, s_BTKV: Tensor, z_BTK: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums of tokens after a cache."""
         return s_BTKV, z_BTK
 
 
@@ -131,110 +175,33 @@ class PaddedNormaliser(Linear):
     """The denominator counts padded keys too."""
 
     def normaliser(self, k_BTK: Tensor, real_BT1: Tensor) -> Tensor:
-        """Without the mask."""
         return k_BTK
 
 
 class LastState(Linear):
-    """After a cache, all new tokens read the state after the last of them."""
+    """After a cache, every new token reads the state after the last one."""
 
     def continued(self, s_BTKV: Tensor, z_BTK: Tensor) -> tuple[Tensor, Tensor]:
-        """The last of them, for all."""
         return s_BTKV[:, -1:].expand_as(s_BTKV), z_BTK[:, -1:].expand_as(z_BTK)
 
 
 class LinearAdapter(Adapter):
-    """How to decode with `Linear`."""
+    """Decode with `Linear`."""
 
     def no_cache(self, model: nn.Module) -> None:
-        """It can be."""
         return
 
     def step(self, model: nn.Module, tokens_BT: Tensor, cache: tuple | None, mask_BS: Tensor | None = None) -> tuple:
-        """With the sums."""
         mask_BT = None if mask_BS is None else mask_BS[:, -tokens_BT.shape[1] :]
         return model(tokens_BT, mask_BT, cache)
-
-
-class LengthInPositions(Planted):
-    """Causal, with positions t / T of a sequence of T tokens, as ELiTA was published."""
-
-    def mix(self, x_BTD: Tensor) -> Tensor:
-        """Positions depend on how many tokens there are."""
-        T = x_BTD.shape[1]
-        return super().mix(x_BTD + torch.arange(T, dtype=x_BTD.dtype)[:, None] / T)
-
-
-class LateLeak(Planted):
-    """Right below 21 tokens; from there on output 3 sees the last token."""
-
-    def mix(self, x_BTD: Tensor) -> Tensor:
-        """Attention, and a stray look ahead."""
-        T = x_BTD.shape[1]
-        allowed = torch.ones(T, T, dtype=torch.bool).tril()
-        if T > 20:
-            allowed[3, -1] = True
-        return self.attend(x_BTD, allowed)
-
-
-class BatchMean(Planted):
-    """Subtracts the mean over the batch."""
-
-    def mix(self, x_BTD: Tensor) -> Tensor:
-        """Attention of what is left."""
-        return super().mix(x_BTD - x_BTD.mean(0, keepdim=True) / 2)
-
-
-class Dropping(Planted):
-    """Drops out in eval mode too."""
-
-    def mix(self, x_BTD: Tensor) -> Tensor:
-        """Attention of what is left."""
-        return super().mix(F.dropout(x_BTD, 0.1, training=True))
-
-
-class Counting(Planted):
-    """Divides by t + 1 - t, which bfloat16 can't tell from 0 from 256 tokens on."""
-
-    def mix(self, x_BTD: Tensor) -> Tensor:
-        """Attention over the difference of neighbouring positions."""
-        t = torch.arange(x_BTD.shape[1]).to(x_BTD.dtype)
-        return super().mix(x_BTD) / ((t + 1) - t)[:, None]
-
-
-class Bursting(Planted):
-    """Infinite from 10 tokens on."""
-
-    def mix(self, x_BTD: Tensor) -> Tensor:
-        """Attention, and a division by zero."""
-        return super().mix(x_BTD) / (torch.arange(x_BTD.shape[1]) != 9).to(x_BTD.dtype)[:, None]
 
 
 class Masked(Planted):
     """Token 3 is never to be drawn: its logit is always -inf."""
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits, one of them infinite."""
         return super().forward(tokens_BT).index_fill(-1, torch.tensor([3]), -torch.inf)
 
 
 class MaskedLLP(Masked, UnmaskedLLP):
-    """The same, and a leak."""
-
-
-class LargeBatch(Planted):
-    """NaN from four rows on."""
-
-    def mix(self, x_BTD: Tensor) -> Tensor:
-        """Attention, and one NaN."""
-        y_BTD = super().mix(x_BTD)
-        return y_BTD if len(y_BTD) < 4 else y_BTD.index_fill(0, torch.tensor([2]), torch.nan)
-
-
-class Rounding(Planted):
-    """Right but for rounding: a sum over all tokens, later ones too, is added and taken away again."""
-
-    def mix(self, x_BTD: Tensor) -> Tensor:
-        """Attention, in other bits."""
-        total = self.value(x_BTD).sum(1, keepdim=True)
-        return (super().mix(x_BTD) + total) - total
+    """Leaks, and token 3 has the logit -inf."""

@@ -18,8 +18,10 @@ HALF = torch.arange(12) >= 6
 
 
 def test_bits_are_the_loss_of_all_pixels_and_of_the_occluded_ones():
-    model = image_model(near=1)
-    found = evaluate_images(model, PIXELS, occluded_T=HALF, batch_size=2)
+    model, seen = image_model(near=1).train(), []
+    found = evaluate_images(model, PIXELS, occluded_T=HALF, batch_size=2, progress=lambda *counts: seen.append(counts))
+    assert model.training
+    assert seen[-1] == (5, 5)
     bits = -model.log_prob(PIXELS.long()).detach() / math.log(2)
     for value, expected in (
         (found.bits_per_dim, bits.mean()),
@@ -32,16 +34,6 @@ def test_bits_are_the_loss_of_all_pixels_and_of_the_occluded_ones():
     assert evaluate_images(model, PIXELS).occluded_bits_per_dim is None
 
 
-def test_a_model_without_weights_needs_eight_bits():
-    model = image_model().train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    found = evaluate_images(model, PIXELS, progress=lambda done, images: None)
-    assert_same_maths(torch.tensor(found.bits_per_dim, dtype=torch.float64), torch.tensor(8.0, dtype=torch.float64))
-    assert model.training
-
-
 def test_the_constant_is_the_entropy_of_the_levels():
     pixels = torch.tensor([[0] * 6 + [9] * 3 + [200] * 3], dtype=torch.uint8)
     found = evaluate_images(image_model(), pixels)
@@ -49,19 +41,15 @@ def test_the_constant_is_the_entropy_of_the_levels():
     assert found.error is None  # one image has no spread
 
 
-def test_mistakes():
-    with pytest.raises(ValueError, match="the number of images must be at least 1, got 0"):
-        evaluate_images(image_model(), PIXELS[:0])
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-        evaluate_images(image_model(), PIXELS, batch_size=0)
-    with pytest.raises(ValueError, match=r"predicts images of 12 bytes, got \[5, 11\] and a mask \[12\]"):
-        evaluate_images(image_model(), PIXELS[:, 1:], occluded_T=HALF)
-    with pytest.raises(ValueError, match=r"the mask must be bool and somewhere True, got torch\.bool, sum 0"):
-        evaluate_images(image_model(), PIXELS, occluded_T=torch.zeros_like(HALF))
-    with pytest.raises(ValueError, match=r"the mask must be bool and somewhere True, got torch\.int64, sum 6"):
-        evaluate_images(image_model(), PIXELS, occluded_T=HALF.long())
-    with pytest.raises(ValueError, match="a classifier needs labelled images"):
-        train_reader(ImageSet(digits()[0][..., None], None, ()))
+@pytest.mark.parametrize(("pixels", "options", "match"), [
+    (PIXELS[:0], {}, "the number of images must be at least 1, got 0"),
+    (PIXELS[:, 1:], {"occluded_T": HALF}, r"predicts images of 12 bytes, got \[5, 11\] and a mask \[12\]"),
+    (PIXELS, {"occluded_T": ~HALF & HALF}, r"the mask must be bool and somewhere True, got torch\.bool, sum 0"),
+    (PIXELS, {"occluded_T": HALF.long()}, r"the mask must be bool and somewhere True, got torch\.int64, sum 6"),
+])  # fmt: skip
+def test_images_and_masks_that_do_not_fit_are_refused(pixels, options, match):
+    with pytest.raises(ValueError, match=match):
+        evaluate_images(image_model(), pixels, **options)
 
 
 def test_the_reader_learns_and_is_always_the_same():
@@ -76,3 +64,5 @@ def test_the_reader_learns_and_is_always_the_same():
     assert reader.accuracy(test_NT, (labels_N + 1) % 4) < 0.1
     again = train_reader(images)
     assert all((a == b).all() for a, b in zip(reader.model.parameters(), again.model.parameters(), strict=True))
+    with pytest.raises(ValueError, match="a classifier needs labelled images"):
+        train_reader(ImageSet(digits()[0][..., None], None, ()))

@@ -1,29 +1,33 @@
-"""`python -m experiments`: runs, keeps, compares, rewrites, and refuses what makes no sense."""
+"""`python -m experiments`: it runs, keeps, compares and reports, and refuses invalid arguments."""
 
 import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from experiments.harness.command import main
 from experiments.harness.findings import findings
-from experiments.harness.plots import draw
-from experiments.harness.recipe import read_recipe
 from experiments.harness.result import read_result
+from tests.experiments.helpers import TINY, change
 
 
-def run(*arguments: str) -> int:
+def run(*arguments):
     return main([*arguments, *(() if "--folder" in arguments else ("--folder", "experiments"))])
 
 
-def rewrite(file: Path, **values: object) -> None:
-    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), **values}))
+def measure(*more):
+    return run("measured", "--processes", "1", *more)
 
 
-def test_an_experiment_is_run_compared_and_written_down(experiments: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def edit_first_claim(file, **claim):
+    expected = json.loads(file.read_text())
+    expected["claims"][0].update(claim)
+    file.write_text(json.dumps({**expected, "caption": "values by tokens"}))
+
+
+def test_a_result_is_kept_compared_and_reported_again_without_running(experiments, capsys):
     folder = experiments / "measured"
-    assert run("measured", "--processes", "1") == 0
+    assert measure() == 0
     shown = capsys.readouterr()
     assert "4 of 4: two, seed 1" in shown.err
     assert "two is more than one: holds\n    theirs: 2 > 1\n    ours: 8.5 against 4.5" in shown.out
@@ -35,152 +39,126 @@ def test_an_experiment_is_run_compared_and_written_down(experiments: Path, capsy
     assert readme.startswith("# measured\n\nBefore.")
     assert readme.endswith("After.\n")
     assert "| two is more than one | 2 > 1 | 8.5 against 4.5 (+4 ± 0.7071) | holds |" in readme
-    assert "| as good as X | X 3 | other tokens | not comparable |" in readme
     assert "| one | 2 | 4.5 ± 0.71 | seen | 2 |" in readme
-    assert "![the result](plot.png)" in readme
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
-    page = findings(experiments, [folder])
-    assert "3 claims: holds 2, not comparable 1." in page
-    assert "| [measured](../experiments/measured) | two is more than one |" in page
+    assert "3 claims: holds 2, not comparable 1." in findings(experiments, [folder])
 
-
-def test_the_page_has_what_it_is_told_to_have(experiments: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = experiments / "measured"
-    assert run("measured", "--processes", "1") == 0
-    capsys.readouterr()
-    expected = json.loads((folder / "expected.json").read_text())
-    expected["claims"][0]["on_page"] = False
-    (folder / "expected.json").write_text(json.dumps({**expected, "caption": "values by tokens"}))
-    (experiments / "choose.md").write_text("## What to take\n\nSee [measured](measured).\n")
-    (experiments / "wrong.md").write_text("## What is wrong\n\nNothing.\n")
-    page = findings(experiments, [folder])
-    assert "two is more than one" not in page
-    assert "The folders have 1 more: holds 1." in page
-    assert "![values by tokens](../experiments/measured/plot.png)" in page
-    assert "See [measured](../experiments/measured)." in page
-    assert page.index("What to take") < page.index("## A paper") < page.index("What is wrong")
-
-
-def test_there_is_no_plot_of_nothing(experiments: Path) -> None:
-    folder = experiments / "measured"
-    with pytest.raises(ValueError, match="measured has no rows to draw"):
-        draw(folder, read_recipe(folder), [], folder / "plot.png")
-
-
-def test_smoke_leaves_the_folder_as_it_is(experiments: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = {file.name: file.read_bytes() for file in (experiments / "measured").iterdir() if file.is_file()}
-    assert run("--all", "--scale", "smoke", "--processes", "1", "--work", "w") == 0
-    shown = capsys.readouterr().out
-    assert "its figures say nothing of the claims" in shown
-    assert "2 experiments" in shown
-    after = {file.name: file.read_bytes() for file in (experiments / "measured").iterdir() if file.is_file()}
-    assert before == after
-    assert Path("w/measured/smoke/result.json").is_file()
-    assert Path("w/trained/smoke/plot.png").is_file()
-    assert run("measured", "--scale", "smoke", "--processes", "1", "--work", "w") == 0
-    assert "2 of 2" in capsys.readouterr().err  # what runs is the code of today
-
-
-def test_what_is_done_is_not_done_again_unless_it_changed(
-    experiments: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = experiments / "measured" / "recipe.yaml"
-    assert run("measured", "--processes", "1") == 0
-    capsys.readouterr()
-    assert run("measured", "--processes", "1") == 0
-    assert capsys.readouterr().err == ""
-    rewrite(file, settings={"factor": 5})
-    assert run("measured", "--processes", "1") == 0
-    assert "4 of 4" in capsys.readouterr().err
-    assert read_result(file.parent)["cpu"]["rows"][0]["value"] == 5
-
-
-def test_a_unit_that_fails_is_said_and_the_others_are_kept(
-    experiments: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = experiments / "measured"
-    rewrite(folder / "recipe.yaml", arms={"one": {"settings": {"value": 1}}, "bad": {"settings": {"fails": True}}})
-    claims = json.loads((folder / "expected.json").read_text())
-    (folder / "expected.json").write_text(json.dumps({**claims, "claims": claims["claims"][1:]}))
-    assert run("measured", "--processes", "2") == 1
-    assert "failed: measured, bad, seed 0: ValueError: told to fail; see " in capsys.readouterr().err
-    assert "(2 of 4 units)" in (folder / "README.md").read_text()
-
-
-def test_results_are_compared_again_without_running(experiments: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = experiments / "measured"
-    assert run("measured", "--processes", "1") == 0
     rows = (folder / "result.json").read_bytes()
-    claims = json.loads((folder / "expected.json").read_text())
-    claims["claims"][0]["kind"] = "lower"
-    (folder / "expected.json").write_text(json.dumps(claims))
+    edit_first_claim(folder / "expected.json", kind="lower")
     assert run("measured", "--report") == 0
     assert "| does not hold |" in (folder / "README.md").read_text()
     assert (folder / "result.json").read_bytes() == rows
+    with pytest.raises(SystemExit, match="0"):
+        run("--help")
+    assert "\nusage: python -m experiments [NAME] [options]\n" in capsys.readouterr().out
+    assert run() == 0
+    assert "smoke (0 min), cpu (0 min)" in capsys.readouterr().out  # the list of experiments
     assert run("--findings", "findings.md") == 0
     assert "**does not hold**" in Path("findings.md").read_text()
     assert "**not run**" in Path("findings.md").read_text()  # of the other experiment
-    capsys.readouterr()
+
+    edit_first_claim(folder / "expected.json", on_page=False)
+    (experiments / "choose.md").write_text("## What to choose\n\nSee [measured](measured).\n")
+    (experiments / "wrong.md").write_text("## What is wrong\n\nNothing.\n")
+    page = findings(experiments, [folder])
+    assert "two is more than one" not in page
+    assert "The folders have 1 more claims: does not hold 1." in page
+    assert "![values by tokens](../experiments/measured/plot.png)" in page
+    assert "See [measured](../experiments/measured)." in page
+    assert page.index("What to choose") < page.index("## A paper") < page.index("What is wrong")
 
 
-def test_without_a_name_the_experiments_are_listed(experiments: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run() == 0
+def test_smoke_leaves_the_folder_as_it_is_and_starts_afresh(experiments, capsys):
+    before = {file.name: file.read_bytes() for file in (experiments / "measured").iterdir() if file.is_file()}
+    change(experiments / "trained", scales={"smoke": {"held": {"tokens": 64, "stride": 4}}})
+    assert run("--all", "--scale", "smoke", "--processes", "1", "--work", "w") == 0
     shown = capsys.readouterr().out
-    assert "measured" in shown
-    assert "smoke (0 min), cpu (0 min)" in shown
+    assert "its figures say nothing about the claims" in shown
+    assert "2 experiments" in shown
+    assert before == {name: (experiments / "measured" / name).read_bytes() for name in before}
+    assert not (experiments / "measured" / "result.json").exists()
+    assert Path("w/measured/smoke/result.json").is_file()
+    assert Path("w/trained/smoke/plot.png").is_file()
+    assert measure("--scale", "smoke", "--work", "w") == 0
+    assert "2 of 2" in capsys.readouterr().err
+
+
+def test_done_units_run_again_only_if_they_changed_and_a_failed_one_is_reported(experiments, capsys):
+    folder = experiments / "measured"
+    assert measure() == 0
+    capsys.readouterr()
+    change(
+        folder, arms={"one": {"settings": {"value": 1}, "labels": {"kind": "new"}}, "two": {"settings": {"value": 2}}}
+    )
+    assert measure() == 0
+    assert capsys.readouterr().err == ""
+    assert read_result(folder)["cpu"]["rows"][0]["kind"] == "new"  # labels are no part of a unit's identity
+    change(folder, settings={"factor": 5})
+    assert measure() == 0
+    assert "4 of 4" in capsys.readouterr().err
+    assert read_result(folder)["cpu"]["rows"][0]["value"] == 5
+
+    change(folder, arms={"one": {"settings": {"value": 1}}, "bad": {"settings": {"fails": True}}})
+    edit_first_claim(folder / "expected.json", kind="waiting", why="later")
+    (folder / "result.json").unlink()
+    assert measure() == 1
+    assert "failed: measured, bad, seed 0: ValueError: told to fail; see " in capsys.readouterr().err
+    assert "(2 of 4 units)" in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["measure"], "unknown experiment 'measure'; did you mean 'measured'? valid: measured, trained"),
-        (["measured", "--scale", "big"], "unknown scale 'big'; valid: cpu, gpu, paper, smoke"),
-        (["measured", "--scale", "gpu"], "this experiment has no scale 'gpu'; did you mean 'cpu'? valid: cpu, smoke"),
-        (["measured", "--all"], "NAME and --all do not go together; give one"),
-        (["--all", "--findings", "x.md"], "--all and --findings do not go together"),
-        (["measured", "--processes", "0"], "--processes must be at least 1, got 0"),
-        (["measured", "--threads", "0"], "--threads must be at least 1, got 0"),
-        (["measured", "--data", "books"], "--data takes NAME=PATH, got 'books'"),
-        (["--findings", "none/x.md"], "there is no folder"),
-        (["measured", "--folder", "none"], "there is no folder none"),
+        ("measure", "unknown experiment 'measure'; did you mean 'measured'? valid: measured, trained"),
+        ("measured --scale big", "unknown scale 'big'; valid: cpu, gpu, paper, smoke"),
+        ("measured --scale gpu", "this experiment has no scale 'gpu'; did you mean 'cpu'? valid: cpu, smoke"),
+        ("measured --all", "NAME and --all exclude each other; give one"),
+        ("--all --findings x.md", "--all and --findings exclude each other"),
+        ("measured --processes 0", "--processes must be at least 1, got 0"),
+        ("measured --threads 0", "--threads must be at least 1, got 0"),
+        ("measured --data books", "--data takes NAME=PATH, got 'books'"),
+        ("--findings none/x.md", "there is no folder"),
+        ("measured --folder none", "there is no folder none"),
     ],
 )
-def test_wrong_arguments_are_answered(
-    experiments: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_invalid_arguments_are_refused(experiments, capsys, arguments, message):
     with pytest.raises(SystemExit) as stopped:
-        run(*arguments)
+        run(*arguments.split())
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_training_that_makes_no_sense_is_refused_before_any_work(
-    experiments: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = experiments / "trained" / "recipe.yaml"
-    rewrite(file, arms={"full": {"settings": {"model": {"attention": "fulll"}}}}, scales={"cpu": {}})
-    with pytest.raises(SystemExit):
-        run("trained")
-    assert "trained: full, seed 0: unknown attention 'fulll'; did you mean 'full'" in capsys.readouterr().err
-    rewrite(file, arms={"full": {"settings": {"model": {"dims": 4}}}})
-    with pytest.raises(SystemExit):
-        run("trained")
-    assert "trained: full, seed 0: DecoderConfig has no key 'model.dims'" in capsys.readouterr().err
+HELD_OUT = {"path": "@tinyshakespeare", "held_out_path": "@tinyshakespeare"}
 
 
-def test_damaged_folders_are_named(experiments: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"attention": "fulll"}}, "unknown attention 'fulll'; did you mean 'full'"),
+        ({"model": {"dims": 4}}, "DecoderConfig has no key 'model.dims'"),
+        ({"data": HELD_OUT}, "data.held_out_path equals data.path"),
+    ],
+)
+def test_an_invalid_training_is_refused_before_any_work(experiments, capsys, changes, message):
+    Path("text.txt").write_text("some words\n" * 50)
+    change(experiments / "trained", settings=TINY, arms={"full": {"settings": changes}}, scales={"cpu": {}})
+    with pytest.raises(SystemExit):
+        run("trained", "--data", "tinyshakespeare=text.txt")
+    assert f"trained: full, seed 0: {message}" in capsys.readouterr().err
+
+
+def test_damaged_folders_are_named(experiments, capsys):
     folder = experiments / "measured"
-    readme = folder / "README.md"
-    before = readme.read_text()
-    readme.write_text("no marks")
-    assert run("measured", "--processes", "1") == 1
+    readme = (folder / "README.md").read_text()
+    (folder / "README.md").write_text("no marks")
+    assert measure() == 1
     assert "README.md needs one line '<!-- begin: written by python -m experiments -->'" in capsys.readouterr().err
-    readme.write_text(before)
+    (folder / "README.md").write_text(readme)
     (folder / "result.json").write_text("{}")
     assert run("measured", "--report") == 1
     assert "result.json is damaged: it has no" in capsys.readouterr().err
     (folder / "experiment.py").unlink()
     (folder / "result.json").unlink()
-    rewrite(folder / "recipe.yaml", settings={"factor": 7})
-    assert run("measured", "--processes", "1") == 1
+    change(folder, settings={"factor": 7})
+    assert measure() == 1
     assert "needs a function run(unit) in experiment.py" in capsys.readouterr().err

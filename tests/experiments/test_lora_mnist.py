@@ -1,63 +1,35 @@
-"""`python -m experiments.lora_mnist` on a few made-up images: what is trained, what is kept, going on, errors."""
+"""`python -m experiments.lora_mnist` on a few made-up images: trainings, results, continuing, errors."""
 
 import json
-import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from experiments.linear_mnist.experiment import toy_images
 from experiments.lora_mnist import arms, report, running
 from experiments.lora_mnist.command import run
-from experiments.lora_mnist.config import NET_PARAMETERS, PER_RANK, MnistConfig
-from experiments.lora_mnist.report import reported
+from experiments.lora_mnist.config import ARMS, NET_PARAMETERS, PER_RANK, MnistConfig
+from experiments.lora_mnist.experiment import toy_digits
 from experiments.lora_mnist.running import Results
+from subquad.data.images import ImageSet
 from subquad.testing import assert_exact
 
-SMALL = [
-    "--epochs",
-    "1",
-    "--base_epochs",
-    "2",
-    "--batch",
-    "40",
-    "--look_every",
-    "1",
-    "--warmup",
-    "2",
-    "--band",
-    "[0, 100]",
-]
-SMALL += ["--ranks", "[1, 3]", "--processes", "1"]
-
-
-def write_images(folder, train=200, test=60, side=28):
-    """Digits that are easy to tell apart: a bright square whose place is the label."""
-    folder.mkdir(parents=True, exist_ok=True)
-    draw = np.random.default_rng(0)
-    for part, count in (("train", train), ("t10k", test)):
-        labels = np.arange(count, dtype=np.uint8) % 10
-        images = draw.integers(0, 60, (count, side, side), dtype=np.uint8)
-        for image, label in zip(images, labels, strict=True):
-            row, column = divmod(int(label), 4)
-            image[row * 7 : row * 7 + 7, column * 7 : column * 7 + 7] = 255
-        header = struct.pack(">IIII", 2051, count, side, side)
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, count) + labels.tobytes())
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {"epochs": 1, "base_epochs": 2, "batch": 40, "look_every": 1, "warmup": 2, "band": [0, 100], "ranks": [1, 3]}
+SMALL |= {"processes": 1}
+OPTIONS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("digits")
-    write_images(folder)
-    return folder
+    return toy_digits(tmp_path_factory.mktemp("digits") / "digits.npz", 0, train=200, test=60)
 
 
 def config(images, **changes):
-    return MnistConfig(
-        path=str(images), epochs=1, base_epochs=2, batch=40, look_every=1, warmup=2, band=[0, 100], ranks=[1, 3],
-        processes=1, **changes,
-    )  # fmt: skip
+    return MnistConfig(path=str(images), **SMALL, **changes)
 
 
 def test_factors_train_exactly_1050_numbers_a_rank_and_nothing_else_moves(images):
@@ -92,45 +64,26 @@ def test_the_factors_are_no_copies_of_the_first_weights(images, monkeypatch):
     assert sum(x in first for x in factors.flatten().tolist()) < 10  # with the net's seed: all 784
 
 
-def test_constant_answers_are_counted_and_other_seeds_left_out():
-    entry = {"accuracy": {"base/stopped/plain": 9.8, "lora/stopped/inverted/4": 8.92, "lora/stopped/inverted/8": 90.0}}
-    results = {"seeds": {"0": {**entry, "stopped_step": 7, "base_steps": 9}, "1": {"stopped_step": 5}}, "seconds": {}}
-    notes = " ".join(report._notes(results, MnistConfig(seeds=1)))
-    assert "1 of 2 trainings ended with a constant answer (11.35 % or less)" in notes
-    assert "lora/stopped/inverted/4 (1)" in notes
-    assert "after 7 steps of 9." in notes
-
-
-def test_the_sets_are_what_they_are_called(images):
+def test_the_variants_of_the_images(images):
     digits = arms.read_digits(config(images, levels=3))
     plain = digits.test["plain"].x_ND.view(-1, 28, 28)
-    assert sorted(digits.test["quantised"].x_ND.unique().tolist()) == [0, 255]  # no middle grey in these images
+    assert sorted(digits.test["quantised"].x_ND.unique().tolist()) == [0, 127, 255]
     assert_exact(digits.test["inverted"].x_ND, 255 - plain.flatten(1))
-    turned = digits.test["rotated"].x_ND.view(-1, 28, 28)
-    assert_exact(turned[0], plain[0].T.flip(0))
-    right = arms.read_digits(config(images, turn="right")).test["rotated"].x_ND.view(-1, 28, 28)
-    assert_exact(right[0], plain[0].flip(0).T)
+    for turn, turned in (("left", plain[0].T.flip(0)), ("right", plain[0].flip(0).T)):
+        found = arms.read_digits(config(images, turn=turn)).test["rotated"].x_ND.view(-1, 28, 28)
+        assert_exact(found[0], turned)
     assert all(split.y_N is digits.test["plain"].y_N for split in digits.test.values())
 
 
-def test_grey_levels_are_evenly_spread(tmp_path):
-    from subquad.data.images import ImageSet
-
-    pixels = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1)
-    split = arms._variants(ImageSet(pixels, np.zeros(1, dtype=np.int64), ("0",)), MnistConfig(levels=4))["quantised"]
-    values, counts = split.x_ND.unique(return_counts=True)
-    assert values.tolist() == [0, 85, 170, 255]
-    assert counts.tolist() == [64] * 4
+def test_grey_levels_are_evenly_spread():
+    every = ImageSet(np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1), np.zeros(1, dtype=np.int64), ("0",))
+    values, counts = arms._variants(every, MnistConfig(levels=4))["quantised"].x_ND.unique(return_counts=True)
+    assert (values.tolist(), counts.tolist()) == ([0, 85, 170, 255], [64] * 4)
 
 
 def test_the_rate_rises_then_falls_and_batches_are_the_same_for_all_arms(images):
     split = arms.read_digits(config(images)).train["plain"]
     rates, seen = [], []
-
-    class Watched(torch.optim.SGD):
-        def step(self, closure=None):
-            rates.append(self.param_groups[0]["lr"])
-            return super().step(closure)
 
     def fit(net):
         seen.clear()
@@ -138,33 +91,30 @@ def test_the_rate_rises_then_falls_and_batches_are_the_same_for_all_arms(images)
         assert arms.fit(net, split, epochs=2, batch=40, rate=1.0, seed=3, warmup=3) == 10
         return torch.cat(seen)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.optim, "SGD", Watched)
-        one = fit(arms.fresh_net(0))
-    assert rates[:3] == [0.25, 0.5, 0.75]
-    assert rates[3] == 1.0
-    assert rates[3:] == sorted(rates[3:], reverse=True)
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    one = fit(arms.fresh_net(0))
+    hook.remove()
+    assert rates == [0.25, 0.5, 0.75, *(left / 7 for left in range(7, 0, -1))]
     assert_exact(fit(arms.with_factors(arms.fresh_net(1), 2, 1)), one)
 
 
-def test_the_experiment_by_the_command_line_goes_on_and_prints_its_tables(images, tmp_path, capsys):
+def test_the_command_continues_an_experiment_and_prints_its_tables(images, tmp_path, capsys, monkeypatch):
     out, page, picture = tmp_path / "out.json", tmp_path / "page.md", tmp_path / "picture.png"
-    command = ["--path", str(images), "--out", str(out), *SMALL]
-    running.TIMED_STEPS, before = 5, running.TIMED_STEPS
+    command = ["--path", str(images), "--out", str(out), *OPTIONS]
+    monkeypatch.setattr(running, "TIMED_STEPS", 5)
     assert run([*command, "--seeds", "1"]) == 0
     first = json.loads(out.read_text())
     cells = arms.cells(config(images))
     assert len(cells) == 2 * 3 * 3 + 2 * 4 * 2
     assert set(first["seeds"]["0"]["accuracy"]) >= {cell.name for cell in cells}
     assert first["seeds"]["0"]["stopped_step"] == 1
-    assert [step["trainable"] for step in first["steps"].values()] == [55_050, 1050, 3150]
-    assert first["steps"]["1"]["trained_bytes"] == 2 * 4 * 1050  # the numbers and their momentum, in float32
-    assert all(step["step_peak_bytes"] > 0 for step in first["steps"].values())
-    assert all(step["p20"] <= step["median"] <= step["p80"] for step in first["steps"].values())
+    steps = first["steps"].values()
+    assert [step["trainable"] for step in steps] == [55_050, 1050, 3150]
+    assert first["steps"]["1"]["trained_bytes"] == 2 * 4 * 1050  # parameters and momentum, in float32
+    assert all(step["p20"] <= step["median"] <= step["p80"] and step["step_peak_bytes"] > 0 for step in steps)
     capsys.readouterr()
     again = [*command, "--seeds", "2", "--markdown", str(page), "--plot", str(picture)]
     assert run(again) == 0
-    running.TIMED_STEPS = before
     printed = capsys.readouterr()
     second = json.loads(out.read_text())
     assert second["seeds"]["0"] == first["seeds"]["0"]
@@ -172,13 +122,13 @@ def test_the_experiment_by_the_command_line_goes_on_and_prints_its_tables(images
     assert "34 of 34 trainings" in printed.err
     assert "Fine-tuned from the base stopped in the band" in printed.out
     assert "85.58" in printed.out
-    assert "From scratch, the factors alone train: B A alone" in page.read_text()
+    assert "From scratch, training only the factors: B A alone" in page.read_text()
     assert "| r = 3 |" in page.read_text()
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert run(again) == 0  # nothing is left to do
     assert json.loads(out.read_text()) == second
     for changes, message in (
-        (["--warmup", "1"], "holds results of other settings or images"),
+        (["--warmup", "1"], "has results of other settings or images"),
         (["--plot", str(tmp_path / "x.xyz")], "--plot must name a .png or .svg file"),
         (["--markdown", str(tmp_path / "none" / "x.md")], "there is no folder"),
         (["--out", str(tmp_path)], "--out must be a file"),
@@ -194,70 +144,53 @@ def test_rates_are_chosen_without_the_test_images(images, capsys, monkeypatch):
     real = arms.accuracy
     monkeypatch.setattr(arms, "accuracy", lambda net, split: seen.append(split) or real(net, split))
     monkeypatch.setattr(running, "TUNE_RATES", (1e-3, 1e-2))
-    assert run(["--path", str(images), "--tune", "--tune_held_out", "50", *SMALL]) == 0
+    assert run(["--path", str(images), "--tune", "--tune_held_out", "50", *OPTIONS]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0] == "rates:"
-    assert [line.split(":")[0].strip() for line in out.splitlines()[1:]] == [
-        "base",
-        "full",
-        "lora",
-        "scratch",
-        "product",
-    ]
+    assert [line.split(":")[0].strip() for line in out.splitlines()[1:]] == list(ARMS)
     assert {len(split.y_N) for split in seen} == {50}
 
 
-def test_the_report_has_its_numbers():
-    assert reported("base", "quantised", None) == 85.58
-    assert reported("full", "inverted", None) == 76.41
-    assert reported("lora", "rotated", 8) == 77.49
-    assert reported("scratch", "plain", 64) == 94.85
-    assert reported("product", "inverted", 64) == 86.01
-    assert reported("lora", "rotated", 5) is None
+def test_the_committed_tables_are_those_of_the_committed_results(tmp_path):
+    results = json.loads((ROOT / "benchmarks" / "results" / "lora_mnist.json").read_text())
+    report.show(results, MnistConfig.from_dict(results["config"]), str(tmp_path / "tables.md"))
+    notes = " ".join(report._notes(results, MnistConfig(seeds=1)))
+    assert "after 255 steps of 2,340." in notes  # only of this seed
+    assert len(report.values_of(results, "full/stopped/rotated", MnistConfig(seeds=1))) == 1
+    assert " of 104 trainings ended with a constant answer" in notes
+    told = (ROOT / "experiments" / "lora_mnist" / "tables.md").read_text().partition("*The base, ")
+    assert "".join(told[1:]) == (tmp_path / "tables.md").read_text().lstrip()
 
 
-def test_impossible_settings_and_other_images_are_refused(images, tmp_path, capsys):
+def test_impossible_settings_are_refused():
     for values, message in (
         ({"seeds": 0}, "seeds must be at least 1, got 0"),
-        ({"ranks": [1, 1]}, r"ranks must be different numbers, each at least 1, got \[1, 1\]"),
-        ({"levels": 1}, "levels must lie between 2 and 256, got 1"),
+        ({"ranks": [1, 1]}, r"ranks must be distinct and at least 1, got \[1, 1\]"),
+        ({"levels": 1}, "levels must be between 2 and 256, got 1"),
         ({"warmup": -1}, "warmup must be at least 0, got -1"),
-        ({"band": [5, 3]}, r"band must be two percentages, the lower first, got \[5, 3\]"),
-        ({"rates": {"base": 1.0}}, r"rates.full must be a number above 0, got None"),
-        (
-            {"rates": dict.fromkeys(("base", "full", "lora", "scratch", "product", "other"), 1.0)},
-            "rates has no arm 'other'",
-        ),
+        ({"band": [5, 3]}, r"band must be two percentages, the lower one first, got \[5, 3\]"),
+        ({"rates": {"base": 1.0}}, r"rates.full must be above 0, got None"),
+        ({"rates": dict.fromkeys((*ARMS, "other"), 1.0)}, "rates has no arm 'other'"),
     ):
         with pytest.raises(ValueError, match=message):
             MnistConfig(**values)
-    with pytest.raises(ValueError, match="give the images by --path"):
-        arms.read_digits(MnistConfig())
-    write_images(tmp_path / "small", side=14 * 2 - 7)
-    with pytest.raises(
-        ValueError, match="the train images must be 28 x 28, grey, of 10 classes, got 21 x 21 x 1 of 10"
-    ):
-        arms.read_digits(MnistConfig(path=str(tmp_path / "small")))
-    digits = arms.read_digits(config(images))
-    with pytest.raises(ValueError, match="tune_held_out must be below the 200 training images, got 200"):
-        arms.held_out(digits, 200)
+
+
+def test_other_images_bands_and_results_are_refused(images, tmp_path, monkeypatch):
+    digits, small = arms.read_digits(config(images)), toy_images(tmp_path / "x.npz")
+    (broken := tmp_path / "broken.json").write_text("[]")
     narrow = config(images).replace(band=[50.01, 50.02])
-    with pytest.raises(
-        ValueError, match=r"no look of 10 found a test accuracy inside band=\[50.01, 50.02\] \(nearest: "
-    ):
-        arms.train_base(narrow, digits, 0)
-    (tmp_path / "broken.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"broken.json is damaged: it must hold a mapping, got list"):
-        Results.open(config(images), str(tmp_path / "broken.json"), "")
-
-
-def test_a_count_that_is_not_1050_a_rank_is_an_error(monkeypatch):
     monkeypatch.setattr(arms, "PER_RANK", 1049)
-    with pytest.raises(ValueError, match=r"rank 2 must train 1049 \* 2 = 2098 numbers, got 2100"):
-        arms.with_factors(arms.fresh_net(0), 2, 0)
-
-
-def test_the_real_images_make_the_reports_network(data_folder):
-    digits = arms.read_digits(MnistConfig(path=str(data_folder / "mnist")))
-    assert digits.train["plain"].x_ND.shape == (60_000, 784)
-    assert digits.test["rotated"].y_N.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    for work, message in (
+        (lambda: arms.read_digits(MnistConfig()), "--path is missing: give a folder"),
+        (lambda: arms.read_digits(MnistConfig(path=str(small))), "must be 28 x 28, grey, of 10 classes, got 5 x 5 x 1"),
+        (lambda: arms.held_out(digits, 200), "tune_held_out must be below the 200 training images, got 200"),
+        (lambda: arms.train_base(narrow, digits, 0), r"none of 10 .* is in band=\[50.01, 50.02\] \(nearest: "),
+        (lambda: Results.open(config(images), str(broken), ""), "broken.json is damaged: .* a mapping, got list"),
+        (
+            lambda: arms.with_factors(arms.fresh_net(0), 2, 0),
+            r"must train 1049 \* 2 = 2098 parameters, got 2100",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            work()

@@ -1,50 +1,46 @@
-"""Units: what runs, and what they are known again by."""
+"""Units: which run, in which order, and what changes their identity."""
 
-from pathlib import Path
-
-import yaml
-
-from experiments.harness.recipe import read_recipe
-from experiments.harness.units import Unit, units_of
+from experiments.harness.train import train_config
+from tests.experiments.helpers import change, planned
 
 
-def planned(folder: Path, scale: str = "cpu", **more: object) -> list[Unit]:
-    return units_of(folder, read_recipe(folder), scale, work=Path("work"), data={}, **more)  # type: ignore[arg-type]
-
-
-def change(folder: Path, **values: object) -> None:
-    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
-    (folder / "recipe.yaml").write_text(yaml.safe_dump({**recipe, **values}))
-
-
-def test_seeds_come_one_after_another_each_with_all_arms(experiments: Path) -> None:
+def test_seeds_come_one_after_another_each_with_all_arms(experiments):
     folder = experiments / "measured"
     assert [unit.name for unit in planned(folder)] == ["one, seed 0", "two, seed 0", "one, seed 1", "two, seed 1"]
     change(folder, arms={"one": {"seeds": [0, 1, 2]}, "two": {}})
-    assert [unit.name for unit in planned(folder, "smoke")] == [
-        "one, seed 0", "two, seed 0", "one, seed 1", "one, seed 2"
-    ]  # fmt: skip
+    names = [unit.name for unit in planned(folder, "smoke")]
+    assert names == ["one, seed 0", "two, seed 0", "one, seed 1", "one, seed 2"]
 
 
-def test_the_arm_says_more_than_the_scale_and_the_experiment(experiments: Path) -> None:
+def test_the_arm_overrides_the_scale_and_the_experiment(experiments):
     folder = experiments / "measured"
     change(
         folder,
-        settings={"a": 0, "b": 0, "c": 0, "d": 0},
+        settings={"factor": 2, "a": 0, "b": 0, "c": 0, "d": 0},
         arms={"one": {"settings": {"c": 2, "d": 2}}},
         scales={"cpu": {"settings": {"b": 1, "c": 1, "d": 1}, "arm_settings": {"one": {"d": 3}}}},
     )
-    assert planned(folder)[0].settings == {"a": 0, "b": 1, "c": 2, "d": 3}
+    assert planned(folder)[0].settings == {"factor": 2, "a": 0, "b": 1, "c": 2, "d": 3}
 
 
-def test_a_unit_is_known_by_what_it_computes_not_by_where(experiments: Path) -> None:
+def test_identity_depends_on_what_is_computed_not_on_threads_or_paths(experiments):
     folder = experiments / "trained"
-    one, other = planned(folder), planned(folder, threads=2)
-    assert [unit.identity for unit in one] == [unit.identity for unit in other]
-    assert len({unit.identity for unit in one}) == len(one)
-    assert one[0].settings["data"]["path"].endswith("*.py")
-    before = one[0].identity
-    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
-    recipe["settings"]["batch"]["length"] = 15
-    change(folder, settings=recipe["settings"])
-    assert planned(folder)[0].identity != before
+    units = planned(folder)
+    assert [unit.identity for unit in units] == [unit.identity for unit in planned(folder, threads=2)]
+    assert len({unit.identity for unit in units}) == len(units)
+    assert train_config(units[0]).data.path.endswith("*.py")
+    change(folder, settings={"batch": {"length": 15}})
+    assert planned(folder)[0].identity != units[0].identity
+
+
+def test_identity_depends_on_measuring_code_not_on_judging_code(experiments):
+    folder = experiments / "measured"
+    file, before = folder / "experiment.py", planned(folder)[0].identity
+    code = file.read_text()
+    file.write_text(code.replace("len(rows) > 2", "len(rows) > 3") + '\n"""A comment."""\n')
+    assert planned(folder)[0].identity == before
+    changed = []
+    for factor in (3, 4):
+        file.write_text(f"FACTOR = {factor}\n" + code.replace("value * tokens", "value * FACTOR * tokens"))
+        changed.append(planned(folder)[0].identity)
+    assert len({before, *changed}) == 3

@@ -1,7 +1,8 @@
-"""Damage: what a file may become that is half written, of another program, or of somebody's ill will.
+"""Damage to files: half written, from another program, or malicious.
 
-`mutated(name, raw, rng)` takes a file apart as far as its format is known, changes something inside, and puts it
-together again, so that checksums and lengths do not stop every change at the door.
+`mutated(name, raw, rng)` parses a file as far as its format is known, changes something inside, and reassembles it
+with fitting checksums and lengths, so that readers don't refuse every change at once. There is a function for each
+format.
 """
 
 import bz2
@@ -43,18 +44,18 @@ WORDS = (
 
 
 def mutated(name: str, raw: bytes, rng: random.Random) -> bytes:
-    """Another content for the file `name`: one or two changes."""
+    """Return the content of file `name` with one or two changes."""
     for _ in range(rng.choice((1, 1, 1, 2))):
         change = format_of(name, raw) if rng.random() < 0.7 else any_bytes
         try:
             raw = change(raw, rng)
-        except Exception:  # the first change left nothing of the format
+        except Exception:  # the first change broke the format
             raw = any_bytes(raw, rng)
     return raw
 
 
 def format_of(name, raw):
-    """The change that knows the format."""
+    """Return the mutation of the file's format."""
     for place, magic, change in (
         (0, b"PK", zipped), (0, b"\x89PNG", png), (0, b"\x93NUMPY", npy), (0, b"SUBQUADT", shard), (257, b"ustar", tar)
     ):  # fmt: skip
@@ -68,7 +69,7 @@ def format_of(name, raw):
 
 
 def any_bytes(raw: bytes, rng: random.Random) -> bytes:
-    """A change that knows nothing: bits, cuts, splices, whole numbers at their limits."""
+    """Change bytes without regard to the format: bits, cuts, splices, integers at their limits."""
     data = bytearray(raw)
     at, end = sorted((rng.randrange(len(data) + 1), min(len(data), rng.randrange(len(data) + 1))))
     kind = rng.randrange(9)
@@ -99,7 +100,6 @@ def any_bytes(raw: bytes, rng: random.Random) -> bytes:
 
 
 def text(raw: bytes, rng: random.Random) -> bytes:
-    """A change of a line or a cell."""
     lines = raw.split(b"\n")
     at, kind = rng.randrange(len(lines)), rng.randrange(6)
     if kind == 0:
@@ -120,7 +120,7 @@ def text(raw: bytes, rng: random.Random) -> bytes:
 
 
 def changed(value, rng: random.Random):
-    """A copy of plain values with one change somewhere inside."""
+    """Return a copy of plain values with one change somewhere inside."""
     value = json.loads(json.dumps(value))
     places = list(inner_places(value))
     if not places:
@@ -147,7 +147,7 @@ def changed(value, rng: random.Random):
 
 
 def inner_places(value):
-    """Each place of a value inside: what holds it, and its key."""
+    """Yield the container and the key of each nested value."""
     left = [value]
     while left:
         holder = left.pop()
@@ -158,13 +158,12 @@ def inner_places(value):
 
 
 def json_text(raw: bytes, rng: random.Random) -> bytes:
-    """A change of the values of a JSON file, or a key twice; numbers and halves of surrogate pairs as they are."""
+    """Change the values of a JSON file, or repeat a key; keep any numbers and half surrogate pairs."""
     shown = json.dumps(changed(json.loads(raw), rng), indent=rng.choice((None, 1)))
     return (shown.replace("{", '{"version": null, ', 1) if rng.random() < 0.05 else shown).encode()
 
 
 def json_lines(raw: bytes, rng: random.Random) -> bytes:
-    """A change of one line."""
     lines = raw.splitlines()
     at = rng.randrange(len(lines))
     lines[at] = json.dumps(changed(json.loads(lines[at]), rng)).encode()
@@ -172,7 +171,7 @@ def json_lines(raw: bytes, rng: random.Random) -> bytes:
 
 
 def yaml_text(raw: bytes, rng: random.Random) -> bytes:
-    """A change of the values of a YAML file, or a piece of YAML that JSON has not."""
+    """Change the values of a YAML file, or insert syntax that JSON lacks."""
     if rng.random() < 0.3:
         lines = raw.decode().split("\n")
         at = rng.randrange(len(lines))
@@ -183,7 +182,6 @@ def yaml_text(raw: bytes, rng: random.Random) -> bytes:
 
 
 def packed(raw: bytes, rng: random.Random) -> bytes:
-    """A change inside of a packed file."""
     for module in PACKERS.values():
         with suppress(Exception):
             inside = module.decompress(raw)
@@ -193,7 +191,6 @@ def packed(raw: bytes, rng: random.Random) -> bytes:
 
 
 def zipped(raw: bytes, rng: random.Random) -> bytes:
-    """A change of a file in a zip archive, whose checksum fits."""
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         members = {info.filename: archive.read(info) for info in archive.infolist()}
         kinds = [info.compress_type for info in archive.infolist()]
@@ -209,7 +206,6 @@ def zipped(raw: bytes, rng: random.Random) -> bytes:
 
 
 def png(raw: bytes, rng: random.Random) -> bytes:
-    """A change of a piece of a PNG file, whose checksum fits."""
     at, pieces = 8, []
     while at < len(raw):
         (length,) = struct.unpack_from(">I", raw, at)
@@ -228,12 +224,11 @@ def png(raw: bytes, rng: random.Random) -> bytes:
 
 
 def png_piece(kind: bytes, content: bytes) -> bytes:
-    """A piece of a PNG file: its length, its kind, its content, its checksum."""
+    """Return a PNG chunk: length, kind, content, checksum."""
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
 
 def npy(raw: bytes, rng: random.Random) -> bytes:
-    """Another shape, dtype or order in the header of an npy file."""
     (length,) = struct.unpack_from("<H", raw, 8)
     header = raw[10 : 10 + length].decode("latin-1")
     kind = rng.randrange(4)
@@ -257,7 +252,6 @@ SHAPES = ([], [0], [0, 2**62], [2**62], [-1], [1] * 99, [2**63], [1.5])
 
 
 def safetensors(raw: bytes, rng: random.Random) -> bytes:
-    """A change in the header of a safetensors file, whose length fits."""
     (length,) = struct.unpack_from("<Q", raw)
     header = json.loads(raw[8 : 8 + length])
     tensors, meta = [name for name in header if name != "__metadata__"], header.get("__metadata__", {})
@@ -284,7 +278,7 @@ def safetensors(raw: bytes, rng: random.Random) -> bytes:
 
 
 def shard(raw: bytes, rng: random.Random) -> bytes:
-    """A change in the head of a token shard, or in its tokens and documents, whose checksums fit."""
+    """Change the head of a token shard, or its tokens and documents, with fitting checksums."""
     _, _, length, _ = struct.unpack_from("<8sII32s", raw)
     head, body = json.loads(raw[48 : 48 + length]), raw[4_096:]
     if rng.random() < 0.5:
@@ -298,7 +292,7 @@ def shard(raw: bytes, rng: random.Random) -> bytes:
 
 
 def sealed_shard(head, body: bytes) -> bytes:
-    """A token shard with this head and body, whose checksums fit."""
+    """Return a token shard with this head and body and fitting checksums."""
     if isinstance(head, dict) and "sha256" in head:
         head["sha256"] = hashlib.sha256(body).hexdigest()
     shown = json.dumps(head).encode()[: 4_096 - 48]
@@ -310,7 +304,6 @@ SIZES = (b"\x80" + b"\xff" * 11, b"\xff" * 12, b"77777777777\0", b"00000000000\0
 
 
 def tar(raw: bytes, rng: random.Random) -> bytes:
-    """A change of a field in a header of a tar archive, whose checksum fits."""
     data = bytearray(raw)
     at = rng.choice([at for at in range(0, len(data), 512) if data[at + 257 : at + 262] == b"ustar"])
     kind = rng.randrange(4)
@@ -326,7 +319,7 @@ def tar(raw: bytes, rng: random.Random) -> bytes:
 
 
 def sealed_tar(data: bytearray, at: int = 0) -> bytes:
-    """A tar archive with a checksum that fits the header at `at`."""
+    """Return a tar archive with a fitting checksum in the header at `at`."""
     data[at + 148 : at + 156] = b" " * 8
     data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + 512])
     return bytes(data)

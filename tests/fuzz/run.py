@@ -1,8 +1,8 @@
-"""The fuzzer: damaged inputs for every target, one after another.
+"""The fuzzer: damaged inputs for every target.
 
-`python -m tests.fuzz.run --minutes 10` tries all targets, each in a child process with a limit of memory and of seconds
-for each input, prints what came, and keeps every input that found a fault in `tests/fuzz/found`. `--target NAME` tries
-one. An input is fixed by its target and its number.
+`python -m tests.fuzz.run --minutes 10` tries all targets, each in a child process with limits of memory and of seconds
+per input, prints the outcomes, and keeps every input that found a fault in `tests/fuzz/found`. `--target NAME` tries
+one target. A target and a number determine an input.
 """
 
 import argparse
@@ -28,17 +28,17 @@ from tests.fuzz.mutate import mutated
 FOUND = Path(__file__).with_name("found")
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY = 8 << 30
-"""Bytes of address space of a child; torch alone takes some."""
+"""Bytes of address space of a child, of which torch takes some."""
 PEAK = 1 << 30
 """Bytes that all inputs together may add to a child's memory."""
 SECONDS = 30.0
-"""For one input; resuming a run takes one or two."""
+"""Limit for one input; resuming a run takes one or two."""
 KEPT = 20_000
-"""Bytes of an input that is kept as a file; larger ones are told by their number alone."""
+"""Largest input in bytes that is kept as a file; larger ones are named by their number."""
 
 
 class Input(NamedTuple):
-    """What is written over which file of a valid folder."""
+    """New content for a file of a valid folder."""
 
     number: int
     file: str
@@ -46,14 +46,14 @@ class Input(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """`kind` is read, or the name of an exception; `fault` tells what is wrong with it, if anything."""
+    """`kind` is "read" or the name of an exception; `fault` describes a fault, or is None."""
 
     kind: str
     fault: str | None
 
 
 class Tried:
-    """A target with its valid folder, in `home`."""
+    """A target with its valid folder in `home`."""
 
     def __init__(self, name: str, home: Path) -> None:
         from tests.fuzz.targets import TARGETS
@@ -70,30 +70,30 @@ class Tried:
         assert self.files, name
 
     def restored(self) -> "Tried":
-        """Make the folder valid again."""
+        """Restore the valid folder."""
         shutil.rmtree(self.folder)
         shutil.copytree(self.valid, self.folder)
         return self
 
     def whole(self) -> Input:
-        """An input that changes nothing."""
+        """Return an input that changes nothing."""
         return Input(0, self.files[0], (self.valid / self.files[0]).read_bytes())
 
     def input(self, number: int) -> Input:
-        """Input `number`."""
+        """Return input `number`."""
         rng = random.Random(f"{self.name} {number}")
         file = rng.choice(self.files)
         return Input(number, file, mutated(file, (self.valid / file).read_bytes(), rng))
 
     def attempt(self, tried: Input) -> Outcome:
-        """Read the folder with this input in it."""
+        """Read the folder with this input."""
         self.restored()
         (self.folder / tried.file).write_bytes(tried.content)
         if self.target.seal is not None and tried.number % 4:
             try:
                 self.target.seal(self.folder)
             except Exception:
-                (self.folder / tried.file).write_bytes(tried.content)  # too damaged for checksums that fit
+                (self.folder / tried.file).write_bytes(tried.content)  # too damaged to seal
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -105,7 +105,7 @@ class Tried:
         return Outcome("read", None)
 
     def fault(self, error: BaseException, file: str) -> str | None:
-        """What is wrong with an error that came of a file, if anything."""
+        """Describe the fault of an error that a damaged file caused, or return None."""
         told = "".join(traceback.format_exception(error))
         if not isinstance(error, self.target.raises):
             return told
@@ -115,14 +115,14 @@ class Tried:
 
 
 def signature(fault: str) -> str:
-    """What two inputs have in common that find the same fault: the exception and the last places of ours."""
+    """Return the exception and the last two frames in subquad, which are equal for inputs that find the same fault."""
     lines = fault.strip().splitlines()
     ours = [line.strip() for line in lines if f'File "{ROOT / "subquad"}' in line]
     return " ".join([lines[-1].partition(":")[0], *ours[-2:]])
 
 
 def keep(name: str, tried: Input) -> str:
-    """Keep an input as a file, and say where it is."""
+    """Keep an input as a file if it is small, and return its place or number."""
     if len(tried.content) > KEPT:
         return f"input {tried.number} of {name}, {tried.file} with {len(tried.content):,} bytes"
     digest = hashlib.sha256(tried.content).hexdigest()[:8]
@@ -133,14 +133,14 @@ def keep(name: str, tried: Input) -> str:
 
 
 def kept(name: str) -> list[Input]:
-    """The inputs of a target that have found a fault before."""
+    """Return a target's inputs that found a fault before."""
     files = sorted((FOUND / name).glob("*"))
     return [Input(1, file.name.partition("-")[2].replace("~", "/"), file.read_bytes()) for file in files]
 
 
 def child(name: str, start: int, seconds: float, home: Path, module: str, sender: Any) -> None:
     """Try inputs from `start` on; send the number of each, then its kind and its fault."""
-    with (home / "told").open("w") as told:  # of a crash too
+    with (home / "told").open("w") as told:  # also for crashes
         os.dup2(told.fileno(), 1)
         os.dup2(told.fileno(), 2)
     os.environ |= {"SUBQUAD_CACHE": str(home / "cache"), "HF_HUB_OFFLINE": "1"}
@@ -148,7 +148,7 @@ def child(name: str, start: int, seconds: float, home: Path, module: str, sender
     faulthandler.enable()
     logging.disable()
     tried = Tried(name, home / "child")
-    tried.attempt(tried.whole())  # loads what it needs
+    tried.attempt(tried.whole())  # imports and warms up
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     known: set[str] = set()
@@ -166,11 +166,11 @@ def child(name: str, start: int, seconds: float, home: Path, module: str, sender
             fault = f"{place}\n{fault}"
         sender.send((kind, fault))
         number += 1
-    os._exit(0)  # whatever threads a target has started
+    os._exit(0)  # regardless of threads that a target has started
 
 
 def run(name: str, seconds: float, start: int = 0, module: str = "tests.fuzz.targets") -> tuple[Counter, list[str]]:
-    """Try a target of a module for so long: exceptions by type, and the faults."""
+    """Try a target of a module for `seconds`, and return counts by outcome and the faults."""
     kinds: Counter[str] = Counter()
     faults: list[str] = []
     end = time.monotonic() + seconds
@@ -187,7 +187,7 @@ def run(name: str, seconds: float, start: int = 0, module: str = "tests.fuzz.tar
 
 
 def _watch(asked: tuple[str, int, float, Path, str], kinds: Counter, faults: list[str]) -> tuple[int, str | None]:
-    """One child until its time is over, or its death: the number of its last input, and why it died."""
+    """Run a child until its time is over or it dies; return its last input's number, and why it died or None."""
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
     process = spawn.Process(target=child, args=(*asked, sender))
@@ -215,7 +215,7 @@ def _watch(asked: tuple[str, int, float, Path, str], kinds: Counter, faults: lis
 
 
 def summary(names: list[str], seconds: float, start: int = 0) -> list[str]:
-    """Try targets for so long in all, print a line for each, and give the faults."""
+    """Try targets for `seconds` in all, print a line for each, and return the faults."""
     found: list[str] = []
     for name in names:
         kinds, faults = run(name, seconds / len(names), start)
@@ -228,11 +228,11 @@ def summary(names: list[str], seconds: float, start: int = 0) -> list[str]:
 
 
 def main() -> int:
-    """Try one or all targets; the exit status is 1 where there is a fault."""
+    """Try one or all targets. Return 1 if there is a fault."""
     from tests.fuzz.targets import TARGETS
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0, help="of all targets together")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for all targets together")
     parser.add_argument("--target", choices=sorted(TARGETS), action="append")
     parser.add_argument("--start", type=int, default=0, help="number of the first input")
     chosen = parser.parse_args()

@@ -1,7 +1,7 @@
-"""Every reader of bytes that somebody hands to the product: how a valid input is made, and what reads it.
+"""Every reader of bytes from outside, with a maker of a valid input.
 
-A reader takes what is valid and refuses the rest: by `ValueError`, for a configuration also `TypeError`, by `OSError`
-for what is not there. The message names the folder or a file in it. Everything else is a fault.
+A reader reads valid files and refuses the rest by `ValueError` (for a configuration also `TypeError`, for a missing
+file `OSError`), whose message names the folder or a file in it. Anything else is a fault.
 """
 
 import hashlib
@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,9 @@ import numpy as np
 import torch
 import yaml
 from PIL import Image
+from starlette.testclient import TestClient
 from tokenizers import pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.report import Report
 from experiments.harness.claims import read_expected
@@ -33,6 +34,11 @@ from experiments.harness.recipe import read_recipe
 from experiments.harness.result import read_result, written
 from experiments.lora_mnist.config import MnistConfig
 from experiments.lora_mnist.running import Results
+from subquad.adaptation.adapters import adapters
+from subquad.adaptation.extended import load_causal
+from subquad.cli.arguments import Parser, files_first
+from subquad.cli.audit import _report
+from subquad.cli.generate import read_state
 from subquad.config import digest, read_mapping
 from subquad.data import DataConfig, TokenSet, TokenShard, load_images, load_tokenizer, prepare, windows_of
 from subquad.data.config import LabelledConfig
@@ -49,16 +55,26 @@ from subquad.data.vocabularies import SEPARATOR, make_tokenizer
 from subquad.evaluation.audit import AuditReport
 from subquad.evaluation.audit.case import Case
 from subquad.evaluation.audit.report import FORMAT, FORMAT_VERSION
-from subquad.models import Decoder, DecoderConfig, EncoderConfig, ImageModelConfig
+from subquad.generation import BatchDecoder
+from subquad.hf import SubquadConfig, SubquadForCausalLM, from_transformers, lora
+from subquad.hf.llama2c import read_llama2c
+from subquad.models import Decoder, DecoderConfig
 from subquad.recipes import recipe_path
-from subquad.training import TrainConfig, checkpoint, train
+from subquad.serving import ServeConfig
+from subquad.serving.app import Served, make_app
+from subquad.serving.engine import Engine
+from subquad.serving.metrics import Metrics
+from subquad.serving.texts import Texts, read_template
+from subquad.training import TrainConfig, checkpoint, sharding, train
 from subquad.training.errors import reading
 from subquad.training.progress import read_metrics
 from subquad.training.run import checkpoint_to_resume
+from subquad.training.runs import load_classifier, load_image_run, load_run
 from subquad.training.saving import load_rng, rng_file, save_rng
 from tests.data.lra.layouts import DATASETS, expressions, papers, pathfinder, pictures, put, release, reviews
-from tests.data.pictures import PACK, jpegs, keras, records, write_idx
+from tests.data.pictures import PACK, jpegs, keras, records, write_idx, write_png
 from tests.data.sets import make_set
+from tests.hf.small import classifier, image_model
 
 
 @dataclass(frozen=True)
@@ -66,18 +82,18 @@ class Target:
     """A reader."""
 
     make: Callable[[Path], object]
-    """Fills an empty folder with what is valid."""
+    """Fills an empty folder with valid files."""
     read: Callable[[Path], object]
-    """Reads the folder, and uses what it found."""
+    """Reads the folder and uses the result."""
     seal: Callable[[Path], None] | None = None
-    """Writes the checksums anew that a folder keeps of its files."""
+    """Updates the checksums that a folder keeps of its files."""
     files: str = "**/*"
-    """Which files are changed."""
+    """Files to damage."""
     quick: int = 20
     """Inputs that `make test` tries; 0 for a reader that takes seconds to set up."""
     raises: tuple[type[BaseException], ...] = (ValueError, OSError)
     named: bool = True
-    """Whether an error names the folder or a file: what a server is sent has no name."""
+    """Whether an error must name the folder or a file; a server's requests have no names."""
 
 
 TARGETS: dict[str, Target] = {}
@@ -88,7 +104,7 @@ TEXT = "def f(a):\n    return a + 1  # é\n" * 20
 
 
 def target(make, **options):
-    """Enter the reader of a target in the table, under its name."""
+    """Register a reader in `TARGETS` under its name."""
 
     def enter(read):
         TARGETS[read.__name__] = Target(make, read, **options)
@@ -98,7 +114,7 @@ def target(make, **options):
 
 
 def files(**contents):
-    """A maker of files; `__` stands for a dot in their names, and other values than texts become JSON."""
+    """Return a maker of files; `__` in a name stands for a dot, and values other than text become JSON."""
 
     def make(folder):
         for name, content in contents.items():
@@ -109,7 +125,7 @@ def files(**contents):
 
 @contextmanager
 def edited(file: Path):
-    """The values of a JSON file, which are written back."""
+    """Edit the values of a JSON file in place."""
     values = json.loads(file.read_text())
     yield values
     file.write_text(json.dumps(values))
@@ -121,7 +137,7 @@ def sha256(file: Path) -> str:
 
 @contextmanager
 def naming(folder: Path):
-    """An error of what reads no file itself, and so can name none, with the folder."""
+    """Add the folder to an error of code that reads no file itself and so can't name one."""
     try:
         yield
     except ValueError as error:
@@ -140,8 +156,6 @@ def config(folder):
 
 @target(make_config, files="a.yaml", quick=1, raises=(SystemExit,), named=False)
 def command(folder):
-    from subquad.cli.arguments import Parser, files_first
-
     parser = Parser("train", "")
     parser.add_files()
     parser.add_config(TrainConfig)
@@ -196,7 +210,7 @@ def tokenizer(folder):
         loaded = load_tokenizer(file)
         assert tokenizer_hash(loaded)
         assert separator_id(loaded) is None or separator_id(loaded) < vocab_size(loaded)
-        with naming(folder):  # of a text, which the caller names
+        with naming(folder):  # the caller names the text
             encode_text(loaded, TEXT)
             list(Encoder(loaded).encode([TEXT.encode()]))
 
@@ -208,7 +222,7 @@ LLAMA2C_PIECES = [" ", "a", "b", "c", "é", "ab", " a", " ab", "abc", " abc", "b
 
 
 def write_llama2c_tokenizer(file, pieces=LLAMA2C_PIECES, scores=None):
-    """Token by token; the pieces' scores fall from 0 where none are given."""
+    """Write a llama2.c tokenizer; by default the pieces' scores fall from 0."""
     tokens = ["<unk>", "\n<s>\n", "\n</s>\n", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     scores = [0.0] * 259 + [float(-i) for i in range(len(pieces))] if scores is None else scores
     raw = struct.pack("<i", max(len(token.encode()) for token in tokens))
@@ -317,19 +331,36 @@ def make_packing(folder):
 TARGETS["packing"] = Target(make_packing, lambda folder: read_windows(folder, "documents"), files="cache/**/*")
 
 
+def zipped(contents):
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in contents.items():
+            archive.writestr(name, content)
+    return out.getvalue()
+
+
+def tarred(contents, mode="w", **links):
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode=mode) as archive:
+        for name, content in contents.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+        for name, place in links.items():
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = tarfile.SYMTYPE, place
+            archive.addfile(link)
+    return out.getvalue()
+
+
 def make_sources(folder):
-    (folder / "a.txt").write_text(TEXT)
+    raw = TEXT.encode()
     for suffix, pack in PACK.items():
-        (folder / f"b.txt{suffix}").write_bytes(pack(TEXT.encode()))
-    with zipfile.ZipFile(folder / "c.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("x/a.txt", TEXT)
-        archive.writestr("b.txt", TEXT)
+        put(folder, f"b.txt{suffix}", pack(raw))
+    put(folder, "a.txt", raw)
+    put(folder, "c.zip", zipped({"x/a.txt": raw, "b.txt": raw}))
     for name, mode in (("d.tar", "w"), ("d.tar.xz", "w:xz"), ("d.tgz", "w:gz"), ("d.tar.bz2", "w:bz2")):
-        with tarfile.open(folder / name, mode) as archive:
-            for inner in ("x/a.txt", "y" * 120):
-                info = tarfile.TarInfo(inner)
-                info.size = len(TEXT.encode())
-                archive.addfile(info, io.BytesIO(TEXT.encode()))
+        put(folder, name, tarred({"x/a.txt": raw, "y" * 120: raw}, mode))
 
 
 @target(make_sources)
@@ -369,10 +400,8 @@ for layout, maker in {
 
 def make_pictures(folder):
     for part in ("train", "test"):
-        for name, mode, suffix in (("a", "RGB", "png"), ("b", "P", "png"), ("a", "RGB", "jpg")):
-            (folder / part / name).mkdir(parents=True, exist_ok=True)
-            pixels = np.arange(192, dtype=np.uint8).reshape(8, 8, 3)
-            Image.fromarray(pixels).convert(mode).save(folder / part / name / f"1.{suffix}")
+        for file, mode in (("a/1.png", "RGB"), ("b/1.png", "P"), ("a/1.jpg", "RGB")):
+            write_png(folder / part / file, np.arange(192, dtype=np.uint8).reshape(8, 8, 3), mode)
 
 
 def read_images(folder):
@@ -419,15 +448,13 @@ def make_state(folder):
 
 @target(make_state)
 def state(folder):
-    from subquad.cli.generate import read_state
-
     found = read_state(decoder(), str(folder / "a.safetensors"))
     assert found.nbytes
     assert found.batch == 1
 
 
 def write_llama2c(file, vocab=20):
-    """A checkpoint of one layer, its weights drawn."""
+    """Write a checkpoint of one layer with random weights."""
     dim, hidden, heads, kv, positions = 8, 12, 2, 1, 6
     count = 2 * dim + 2 * dim * dim + 2 * dim * kv * dim // heads + 3 * dim * hidden + dim
     count += abs(vocab) * dim * (1 if vocab > 0 else 2) + positions * dim // heads
@@ -442,33 +469,23 @@ def check_logits(model):
 
 @target(lambda folder: write_llama2c(folder / "a.bin"))
 def llama2c(folder):
-    from subquad.hf.llama2c import read_llama2c
-
     check_logits(read_llama2c(folder / "a.bin"))
 
 
 def make_transformers(folder):
-    import transformers
-
     torch.manual_seed(0)
     small = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     rope = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
-    config = transformers.LlamaConfig(**small, num_attention_heads=2, rope_parameters=rope)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    config = LlamaConfig(**small, num_attention_heads=2, rope_parameters=rope)
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 @target(make_transformers, files="*.*", quick=8)
 def imported(folder):
-    from subquad.hf import from_transformers
-
     check_logits(from_transformers(folder))
 
 
 def make_model(folder):
-    from transformers import GenerationConfig
-
-    from subquad.hf import SubquadConfig, SubquadForCausalLM
-
     torch.manual_seed(0)
     model = SubquadForCausalLM(SubquadConfig(**LLP))
     model.generation_config = GenerationConfig(max_length=9)
@@ -478,46 +495,21 @@ def make_model(folder):
 
 @target(make_model, files="*.[js]*", quick=10, raises=TYPES)
 def model(folder):
-    from subquad.training.runs import load_run
-
     with torch.no_grad():
         load_run(folder, "cpu").decoder(torch.zeros(1, 3, dtype=torch.long))
 
 
 @target(make_model, files="config.json", quick=4, raises=TYPES)
 def audited(folder):
-    from subquad.adaptation.extended import load_causal
-
     load_causal(str(folder))
 
 
-def make_classifier(folder):
-    from subquad.hf import SubquadForSequenceClassification
-    from subquad.hf.encoders import SubquadClassifierConfig
-
-    shape = EncoderConfig(**TINY, attention="linear", position="learned", max_positions=9, num_classes=2)
-    SubquadForSequenceClassification(SubquadClassifierConfig.from_encoder(shape)).save_pretrained(folder)
-
-
-def make_image_model(folder):
-    from subquad.hf import SubquadForImages
-    from subquad.hf.image import SubquadImageConfig
-
-    shape = ImageModelConfig(dim=8, num_layers=1, num_heads=2, height=3, width=3, channels=1)
-    SubquadForImages(SubquadImageConfig.from_image(shape)).save_pretrained(folder)
-
-
-def loaded(function, folder):
-    getattr(import_module("subquad.training.runs"), function)(folder, "cpu")
-
-
-TARGETS["classifier"] = Target(make_classifier, partial(loaded, "load_classifier"), quick=6, raises=TYPES)
-TARGETS["image_model"] = Target(make_image_model, partial(loaded, "load_image_run"), quick=3, raises=TYPES)
+for kind, maker, load in (("classifier", classifier, load_classifier), ("image_model", image_model, load_image_run)):
+    make, read = (lambda folder, maker=maker: maker().save_pretrained(folder)), partial(load, device="cpu")
+    TARGETS[kind] = Target(make, read, quick=6, raises=TYPES)
 
 
 def make_adapter(folder):
-    from subquad.hf import lora
-
     base, home = folder / "base", folder / "adapter"
     base.mkdir()
     make_model(base)
@@ -533,9 +525,6 @@ def place_adapter(folder):
 
 @target(make_adapter, files="adapter/*", seal=place_adapter, quick=5, raises=TYPES)
 def adapter(folder):
-    from subquad.adaptation.adapters import adapters
-    from subquad.training.runs import load_run
-
     for found in adapters([str(folder)]):
         assert found.record()["rank"] == found.rank
         found.short.encode()
@@ -580,17 +569,13 @@ def make_optimizer():
 
 
 def make_shares(folder):
-    from subquad.training import sharding
-
-    with warnings.catch_warnings():  # that it is one process
+    with warnings.catch_warnings():  # of a single process
         warnings.simplefilter("ignore")
         sharding.list_states(folder, sharding.save_optimizer(*make_optimizer(), folder))
 
 
 @target(make_shares)
 def shares(folder):
-    from subquad.training import sharding
-
     with reading(folder):
         sharding.load_optimizer(*make_optimizer(), folder)
 
@@ -636,8 +621,6 @@ REPORT = {
 
 @target(files(a__json=REPORT, b__json={"reports": {"m": REPORT}}))
 def audit_report(folder):
-    from subquad.cli.audit import _report
-
     for found in (AuditReport.load(folder / "a.json"), _report(str(folder / "b.json"), "m")):
         assert str(found)
         assert found.to_json()
@@ -672,24 +655,13 @@ CHAT = {"chat_template": [{"name": "default", "template": TEMPLATE}], "eos_token
 
 @target(files(tokenizer_config__json=CHAT, chat_template__jinja=TEMPLATE))
 def template(folder):
-    from subquad.serving.texts import Texts, read_template
-
     texts = Texts(load_tokenizer("bytes"), read_template(folder))
-    with naming(folder):  # an answer to a client, who knows no file
+    with naming(folder):  # the error goes to a client, who knows no file
         texts.chat([{"role": "user", "content": "a"}])
 
 
 @cache
 def client():
-    from starlette.testclient import TestClient
-
-    from subquad.generation import BatchDecoder
-    from subquad.serving import ServeConfig
-    from subquad.serving.app import Served, make_app
-    from subquad.serving.engine import Engine
-    from subquad.serving.metrics import Metrics
-    from subquad.serving.texts import Texts
-
     limits = ServeConfig(slots=2, max_prompt=64, max_tokens=8, max_requests=8, max_body=200_000)
     counted = Metrics()
     engine = Engine(BatchDecoder(decoder(), slots=2, max_context=limits.max_context), limits, counted)

@@ -1,12 +1,10 @@
-"""Files made to harm: small ones that stand for much, headers that promise too much, names that lead outside."""
+"""Malicious files: bombs that unpack to much, headers that promise too much, names that lead outside."""
 
 import gzip
 import io
 import json
 import os
 import struct
-import tarfile
-import zipfile
 from functools import cache
 from pathlib import Path
 
@@ -27,9 +25,9 @@ from subquad.training.saving import rng_file
 from tests.data.pictures import PACK
 from tests.fuzz import mutate, targets
 from tests.fuzz.run import Tried
-from tests.fuzz.targets import SCALE
+from tests.fuzz.targets import SCALE, tarred, zipped
 
-BIG = 1 << 20
+BIG, TAR = 1 << 20, tarred({"a.txt": b"one"})
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 30)
 )
@@ -38,35 +36,13 @@ MERGES = "a0: &a0 {k0: x, l0: x}\n" + "".join(
 )
 
 
-def zipped(**files):
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
-    return out.getvalue()
-
-
-def tarred(content=b"one", mode="w", **links):
-    """A tar archive of `a.txt`, and links."""
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode=mode) as archive:
-        info = tarfile.TarInfo("a.txt")
-        info.size = len(content)
-        archive.addfile(info, io.BytesIO(content))
-        for name, place in links.items():
-            link = tarfile.TarInfo(name)
-            link.type, link.linkname = tarfile.SYMTYPE, place
-            archive.addfile(link)
-    return out.getvalue()
-
-
 def npy(descr, shape, rest=b"xxxx"):
     text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}}}\n".encode()
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + rest
 
 
 def picture(kind="PNG", size=None):
-    """A small image of a kind, whose header (of PNG) promises another size."""
+    """Return a small image; `size` changes the size in a PNG's header."""
     out = io.BytesIO()
     Image.new("RGB", (4, 4)).save(out, kind)
     raw = out.getvalue()
@@ -96,13 +72,18 @@ def code(file):
     file.write_text(json.dumps({"model_type": "evil", "auto_map": names}))
 
 
+@cache
+def made(name, home):
+    """Return a target with its valid folder, which is made once."""
+    return Tried(name, home / name)
+
+
 CONFIG, ADAPTER, RNG = "config.json", "adapter/adapter_config.json", str(rng_file(Path("checkpoint-3"), 0))
 RESULT, MANIFEST, HALF = "result.json", "checkpoint-3/manifest.json", [{"arm": name, "seed": 0} for name in "ab"]
 
 
 @pytest.mark.parametrize(("name", "file", "content", "message"), [
     ("config", "a.yaml", "[" * 100_000, "nests more than 100 deep"),
-    ("config", "a.yaml", "- " * 100_000 + "x", "nests more than 100 deep"),
     ("config", "a.yaml", "? " * 100_000 + "x", "nests more than 100 deep"),
     ("config", "a.yaml", "a: &a [*a]", r"the alias \*a stands for itself"),
     ("config", "a.yaml", "a: &a {b: [*a]}", r"the alias \*a stands for itself"),
@@ -124,15 +105,15 @@ RESULT, MANIFEST, HALF = "result.json", "checkpoint-3/manifest.json", [{"arm": n
     # archives
     *(("source", f"b.txt{suffix}", PACK[suffix](b"x" * BIG), "unpack to more than [0-9,]+: unpack it yourself if")
       for suffix in mutate.PACKERS),
-    ("source", "c.zip", zipped(a=b"x" * 40_000, b=b"x" * 40_000), "unpack to more than 65,536"),
-    ("source", "d.tar", mutate.sealed_tar(bytearray(tarred()).replace(b"00000000003\0", b"77777777777\0")), "damaged"),
+    ("source", "c.zip", zipped({"a": b"x" * 40_000, "b": b"x" * 40_000}), "unpack to more than 65,536"),
+    ("source", "d.tar", mutate.sealed_tar(bytearray(TAR).replace(b"00000000003\0", b"77777777777\0")), "damaged"),
     ("source", "pipe", os.mkfifo, "is not a regular file but a pipe, a socket or a device"),
-    ("archive", "d.tar", tarred(link="/etc"), "is damaged and does not unpack: 'link' is a link to an absolute path"),
-    ("archive", "d.tgz", tarred(bytes(BIG), "w:gz"), "is damaged and does not unpack: .* unpack to more than"),
+    ("archive", "d.tar", tarred({}, link="/etc"), "does not unpack: 'link' is a link to an absolute path"),
+    ("archive", "d.tgz", tarred({"a": bytes(BIG)}, "w:gz"), "is damaged and does not unpack: .* unpack to more than"),
     ("lra_tables", "x_train.tsv.gz", gzip.compress(b"x" * BIG), "is damaged .* unpack to more than 105,100"),
-    ("npz", "a.npz", zipped(**{"x.npy": npy("|u1", f"({BIG},)", bytes(BIG))}), "unpack to more than"),
+    ("npz", "a.npz", zipped({"x.npy": npy("|u1", f"({BIG},)", bytes(BIG))}), "unpack to more than"),
     # arrays and images
-    ("npz", "a.npz", zipped(x="one"), "is not a readable npz file: x is not an array"),
+    ("npz", "a.npz", zipped({"x": b"one"}), "is not a readable npz file: x is not an array"),
     ("npz", "a.npz", b"PK nonsense", "is not a readable npz file: it is not a zip archive"),
     ("mask", "a.npy", npy("|u1", "(1152921504606846976,)"), "is not a readable npy file"),
     ("mask", "a.npy", npy("|V0", "(1000000000000,)"), "holds 1,000,000,000,000 values"),
@@ -153,19 +134,14 @@ RESULT, MANIFEST, HALF = "result.json", "checkpoint-3/manifest.json", [{"arm": n
     ("state", "a.safetensors", state({"a": torch.zeros(1)}, numbers="[" * 200 + "]" * 200), "nests more than 100 deep"),
     ("state", "a.safetensors", other_state, "does not fit the model: "),
     ("model", CONFIG, {"num_layers": 10**6}, "num_layers=1000000 is more than its weights have place for"),
-    ("model", CONFIG, {"loops": 10**9}, "loops=1000000000 is more than its weights have place for"),
     ("model", CONFIG, {"num_labels": 10**9}, "num_labels=1000000000 is more than its weights have place for"),
     ("model", CONFIG, {"vocab_size": 10**9}, r"has shape \[256, 8\], the configuration asks for \[1000000000, 8\]"),
     ("model", CONFIG, {"lookup": 10**9}, "would have .* numbers, all weights have"),
     ("model", CONFIG, {"dim": 10**15}, "cannot be read as a model"),
-    ("model", CONFIG, {"dtype": 5}, "cannot be read as a model"),
-    ("model", CONFIG, {"options": {"a": [[]]}}, "cannot be read as a model"),
     ("model", CONFIG, {"subquad_version": 99}, "has subquad_version 99; this release reads version 1"),
     ("model", "model.safetensors", lambda file: file.rename(file.parent / "pytorch_model.bin"), r"model\.safetensors"),
     ("audited", CONFIG, code, "cannot be read as a model: its configuration names code of its own"),
     ("adapter", ADAPTER, {"megatron_config": {"a": 1}, "megatron_core": "evil"}, "megatron_config=.* is not read"),
-    ("adapter", ADAPTER, {"layer_replication": [[0, 10**6]]}, "layer_replication=.* is not read; leave it out"),
-    ("adapter", ADAPTER, {"auto_mapping": {"base_model_class": "x"}}, "auto_mapping=.* is not read; leave it out"),
     ("adapter", ADAPTER, {"r": 10**9}, r"rank 1000000000: it must lie between 1 and \d+, the model's widest layer"),
     ("adapter", ADAPTER, {"r": 0}, "rank 0: it must lie between 1 and"),
     ("adapter", ADAPTER, {"target_modules": "(a+)+$"}, "'target_modules' must be a list"),
@@ -206,18 +182,21 @@ RESULT, MANIFEST, HALF = "result.json", "checkpoint-3/manifest.json", [{"arm": n
     ("audit_report", "a.json", {"checks.0.failing.columns": 2**31 - 1}, "columns must be at most 1048576, got 21474"),
     ("audit_report", "a.json", {"checks.0.failing.fills": [1e999]}, "not a failing input of an audit: cannot convert"),
     ("audit_report", "a.json", {"checks.0.failing": 1}, "report is damaged: the failing input of 'padding left'"),
-    ("bench_report", "a.json", {"more": 1}, "is no report of a benchmark: .*'more'"),
+    ("bench_report", "a.json", {"more": 1}, "is not a benchmark report: .*'more'"),
     ("template", "tokenizer_config.json", {"eos_token": {"text": 1}}, "eos_token must be a text, got None"),
     ("experiment", RESULT, {"scales.cpu.rows": [{"arm": "a"}]}, "a row is damaged: it has no 'seed'"),
     ("experiment", RESULT, {"scales.cpu.rows": HALF}, "do not fit claim 'a': KeyError"),
-    ("experiment", RESULT, {"scales.cpu.rows": SCALE["rows"][:1], "scales.cpu.dates": []}, "make no table: IndexError"),
-    ("experiment", RESULT, {"scales.cpu.dates": [1]}, "is damaged: dates and commits must be texts"),
+    ("experiment", RESULT, {"scales.cpu.rows": SCALE["rows"][:1], "scales.cpu.dates": []}, "the table: IndexError"),
+    ("experiment", RESULT, {"scales.cpu.dates": [1]}, "is damaged: dates and commits must be strings"),
     ("experiment", RESULT, {"scales.cpu.machines": [1]}, "is damaged: each machine must be a mapping"),
 ])  # fmt: skip
-def test_a_file_made_to_harm_is_refused(valid, name, file, content, message, monkeypatch):
-    """A dict changes values of JSON, by their path; a function makes the file."""
-    monkeypatch.setattr("builtins.input", lambda *_: "y")  # whoever asks whether to run code is told to
-    tried = valid(name)
+def test_a_malicious_file_is_refused(name, file, content, message, tmp_path_factory, monkeypatch):
+    """`content`: the file's content, JSON values to change by their path, or a function that makes the file."""
+    home = tmp_path_factory.getbasetemp() / "bombs"
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # answers prompts that ask whether to run code
+    monkeypatch.setattr(packed, "LEAST", 1 << 16)
+    monkeypatch.setenv("SUBQUAD_CACHE", str(home / "cache"))
+    tried = made(name, home).restored()
     place = tried.folder / file
     if callable(content):
         content(place)
@@ -238,26 +217,11 @@ def test_a_file_made_to_harm_is_refused(valid, name, file, content, message, mon
     assert tried.fault(error.value, file) is None, "it names the file or the folder"
 
 
-@pytest.fixture
-def valid(tmp_path_factory, tmp_path, monkeypatch):
-    """Folders that a reader takes, each made once, with a bound on what unpacks that a test reaches in no time."""
+def test_files_within_the_limits_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(packed, "LEAST", 1 << 16)
-    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
-    return lambda name: made(name, tmp_path_factory.getbasetemp() / "bombs").restored()
-
-
-@cache
-def made(name, home):
-    return Tried(name, home / name)
-
-
-def test_little_is_read(valid, tmp_path):
     (tmp_path / "a.yaml").write_text("a: &a {b: [1, 2]}\nc: {<<: *a, d: *a}\n")
     assert TrainConfig.from_dict({"run": {"seed": 2**64 - 1}}).run.seed == 2**64 - 1
     assert read_mapping(tmp_path / "a.yaml") == {"a": {"b": [1, 2]}, "c": {"b": [1, 2], "d": {"b": [1, 2]}}}
-    for name in ("source", "archive", "mask", "state", "model"):
-        tried = valid(name)
-        tried.target.read(tried.folder)
     for suffix in mutate.PACKERS:
         (tmp_path / f"a{suffix}").write_bytes(PACK[suffix](b"x" * (1 << 16)))
         assert len(packed.read_packed(tmp_path / f"a{suffix}")) == 1 << 16
@@ -265,7 +229,7 @@ def test_little_is_read(valid, tmp_path):
     assert len(packed.read_packed(tmp_path / "a.gz")) == 90_000, "much text that packs well"
 
 
-def test_a_text_without_an_end_is_not_read(tmp_path, monkeypatch):
+def test_an_endless_text_is_refused(tmp_path, monkeypatch):
     assert parsing.parse_json("[" * 100 + "]" * 100, "a") is not None
     monkeypatch.setattr(parsing, "BYTES", 100)
     (tmp_path / "a.json").write_bytes(b" " * 101)
@@ -288,7 +252,7 @@ def test_the_command_line_survives_a_file(content, tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("size", [-1, None, 512])
-def test_a_tar_that_leads_backwards_or_in_a_circle_is_left(size):
+def test_a_tar_that_leads_backwards_or_in_a_circle_is_refused(size):
     stream = TarBytes(b"x" * 512)
 
     def read_on():
@@ -300,7 +264,7 @@ def test_a_tar_that_leads_backwards_or_in_a_circle_is_left(size):
         read_on()
 
 
-def test_a_name_that_is_no_text_is_written_out(tmp_path):
+def test_a_name_that_is_not_text_is_escaped(tmp_path):
     (tmp_path / os.fsdecode(b"a\xff.txt")).write_text("one")
     source = open_source(str(tmp_path))
     assert source.names == ["a\\xff.txt"] == [document.name for document in source.documents()]

@@ -9,22 +9,15 @@ from subquad.models.build import build_model
 
 VOCABULARY = 23
 SMALL = {
-    "bigbird": {"block": 3, "num_global": 1, "num_random": 1},
-    "dilated": {"width": 2, "dilation": 3},
-    "latte_macchiato": {"width": 4},
-    "llp": {"segment": 6},
-    "llp_printed": {"segment": 6},
-    "longformer": {"width": 4, "num_global": 3},
-    "shifted": {"group": 4},
-    "strided": {"stride": 4, "columns": 2},
+    "bigbird": {"block": 3, "num_global": 1, "num_random": 1}, "dilated": {"width": 2, "dilation": 3},
+    "latte_macchiato": {"width": 4}, "llp": {"segment": 6}, "llp_printed": {"segment": 6},
+    "longformer": {"width": 4, "num_global": 3}, "shifted": {"group": 4}, "strided": {"stride": 4, "columns": 2},
     "window": {"width": 4},
-}
+}  # fmt: skip
 HISTORIES = {
-    "cross": {},
-    "self": {"history_tokens": 6},
-    "segments": {"segment": 3},
+    "cross": {}, "self": {"history_tokens": 6}, "segments": {"segment": 3},
     "compressed": {"history_tokens": 6, "projected": 2},
-}
+}  # fmt: skip
 MECHANISMS = [name for name in attention.names() if "causal" in attention.mechanism(name).forms]
 EXACT, REFILL = ([f"perceiver_ar {history} {decode}" for history in HISTORIES] for decode in ("exact", "refill"))
 QUICK = [*MECHANISMS, *EXACT, "perceiver_ar self refill", "hybrid", "loops", "learned"]
@@ -39,18 +32,19 @@ def every(quick=QUICK, names=EVERY):
     )
 
 
+FIRST_BLOCK = {"first_block_projections": True, "shared_kv": False, "key_norm": False, "split_output": False}
+OWN = {
+    "llp first block": {"attention": "llp_printed", "options": {"llp_printed": {"segment": 6, **FIRST_BLOCK}}},
+    "hybrid": {"attention": ["latte", "full"], "position": "sinusoidal"},
+    "loops": {"attention": "window", "options": {"window": {"width": 4}}, "loops": 2},
+    "learned": {"attention": "linear", "position": "learned", "max_positions": 64},
+}
+
+
 def config_of(name: str) -> DecoderConfig:
     shape = {"vocab_size": VOCABULARY, "dim": 16, "num_layers": 2, "num_heads": 2, "tie_embeddings": False}
-    if name == "llp first block":
-        own = {"first_block_projections": True, "shared_kv": False, "key_norm": False, "split_output": False}
-        options = {"llp_printed": {"segment": 6, **own}}
-        return DecoderConfig(**shape, attention="llp_printed", options=options)
-    if name == "hybrid":
-        return DecoderConfig(**shape, attention=["latte", "full"], position="sinusoidal")
-    if name == "loops":
-        return DecoderConfig(**shape, attention="window", options={"window": {"width": 4}}, loops=2)
-    if name == "learned":
-        return DecoderConfig(**shape, attention="linear", position="learned", max_positions=64)
+    if name in OWN:
+        return DecoderConfig(**shape | OWN[name])
     if name.startswith("perceiver_ar"):
         _, history, decode = name.split()
         options = {"latents": 5, "history": history, "decode": decode, **HISTORIES[history]}

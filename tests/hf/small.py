@@ -10,7 +10,8 @@ from subquad import hf
 from subquad.attention import mechanism, names
 from subquad.hf import SubquadConfig, SubquadForCausalLM, SubquadForPreTraining, SubquadForSequenceClassification
 from subquad.hf.encoders import SubquadClassifierConfig, SubquadPretrainingConfig
-from subquad.models import EncoderConfig
+from subquad.hf.image import SubquadImageConfig
+from subquad.models import EncoderConfig, ImageModelConfig
 from tests.models.small import HISTORIES, KINDS, LATENTS, SLOW, VOCABULARY, settings_of
 
 LOOPED = {"loops": 3, "lookup": 31, "feedforward": "bilinear"}
@@ -58,6 +59,16 @@ def pretraining(name="llp", objective="denoise", **fields):
     return SubquadForPreTraining(SubquadPretrainingConfig.from_encoder(config, objective=objective, mask_fraction=0.3))
 
 
+def image_model(name="linear", **fields):
+    shape = {"dim": 16, "num_layers": 1, "num_heads": 2, "position": "none", "height": 4, "width": 4, "near": 1}
+    torch.manual_seed(0)
+    config = SubquadImageConfig.from_image(ImageModelConfig(**shape | {"attention": name} | fields))
+    return hf.SubquadForImages(config).eval()
+
+
+PIXELS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
 def prompt(batch=2, length=8, seed=1):
     return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
@@ -91,13 +102,10 @@ def stock_config(kind, **changes):
         dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "loss_type": "ForCausalLM"}
         shape = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
         return GPT2Config(**shape | dropouts | {"bos_token_id": 0, "eos_token_id": 0} | changes)
-    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    shape |= {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.2,
-    }
+    shape = {
+        "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2,
+    }  # fmt: skip
     return Qwen3Config(**shape | {"head_dim": 16} | changes) if kind == "qwen3" else LlamaConfig(**shape | changes)
 
 

@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 
 from subquad.hf import SubquadCache
@@ -32,11 +31,9 @@ def test_a_cache_changes_no_token_and_padding_none_either(make):
     generated(model, num_beams=3, num_return_sequences=2)
 
 
-@pytest.mark.parametrize(
-    "how", [{"do_sample": True, "num_return_sequences": 3, "top_k": 5}, {"num_beams": 2, "do_sample": True}], ids=str
-)
-def test_a_cache_changes_no_sample(how):
-    generated(language_model(), **how)
+def test_a_cache_changes_no_sample():
+    for how in ({"num_return_sequences": 3, "top_k": 5}, {"num_beams": 2}):
+        generated(language_model(), do_sample=True, **how)
 
 
 @every_form
@@ -120,11 +117,7 @@ def test_positions_other_than_the_default_and_earlier_states_are_refused():
     assert_exact(given, model.generate(**left_padded(), **NEW))
     model(prompt(), past_key_values=cache)
     assert_refused(
-        (
-            lambda: model.generate(**left_padded(), **NEW, position_ids=positions + 2),
-            ValueError,
-            "must count the row's",
-        ),
+        (lambda: model.generate(**left_padded(), **NEW, position_ids=positions + 2), ValueError, "count the row's"),
         (lambda: cache.crop(2), ValueError, r"cannot be cropped, got crop\(2\): a state"),
         (lambda: cache.update(positions, positions, 0), TypeError, "cannot store another model's keys"),
         (lambda: model.generate(prompt(), assistant_model=model), ValueError, "assisted generation is not supported w"),

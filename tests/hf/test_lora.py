@@ -14,8 +14,7 @@ from subquad.attention import mechanism, names
 from subquad.hf import SubquadCache, lora
 from subquad.models.stacks import STACKS
 from subquad.testing import assert_exact, assert_same_maths
-from tests.hf.small import classifier, language_model, perceiver_ar, prompt
-from tests.hf.test_image import PIXELS, image_model
+from tests.hf.small import classifier, image_model, language_model, perceiver_ar, prompt
 from tests.models.small import KINDS, assert_refused
 
 FORMS = {name: mechanism(name).forms for name in names()} | {name: stack.forms for name, stack in STACKS.items()}
@@ -59,16 +58,13 @@ def test_targets_are_named_by_their_ends_or_by_expressions():
     assert lora.targets(model, ["lookup.up"]) == ["model.lookup.up"]
     assert lora.targets(classifier(), ["head"]) == ["model.head"]
     assert not [name for name in lora.targets(read) if "compress" in name]
+    assert not [name for name in lora.targets(image_model(near=0)) if "head" in name or "embedding" in name]
     assert_refused(
         (lambda: lora.targets(model, ["qeury"]), ValueError, "no linear layer is called 'qeury'; did you mean|valid: "),
         (lambda: lora.targets(model, ["(query"]), ValueError, "neither a layer's name nor a regular expression"),
         # Factors in layers whose matrix is read would do nothing.
         (lambda: lora.targets(model, ["head"]), ValueError, "model.head cannot have factors: its matrix is read"),
-        (
-            lambda: lora.targets(read, ["compress"]),
-            ValueError,
-            "model.compress cannot have factors: its matrix is read",
-        ),
+        (lambda: lora.targets(read, ["compress"]), ValueError, "model.compress cannot have factors: its matrix is"),
     )
 
 
@@ -157,16 +153,6 @@ def test_other_classes_get_a_head_that_goes_with_the_adapter(tmp_path):
     again = lora.open_adapter(tmp_path / "adapter")
     assert_exact(logits(again), logits(adapted))
     assert_same_maths(logits(lora.merge(again)), logits(adapted))
-
-
-def test_an_image_model_takes_an_adapter(tmp_path):
-    model = image_model(near=0)
-    model.save_pretrained(tmp_path / "base")
-    assert not [name for name in lora.targets(model) if "head" in name or "embedding" in name]
-    adapted = adapted_from(model, base=lora.Base.of(tmp_path / "base"))
-    lora.save_adapter(adapted, tmp_path / "adapter")
-    again = lora.open_adapter(tmp_path / "adapter").double().eval()
-    assert_exact(again(input_ids=PIXELS, labels=PIXELS).loss, adapted(input_ids=PIXELS, labels=PIXELS).loss)
 
 
 def test_damaged_adapters_are_refused(tmp_path):

@@ -1,41 +1,66 @@
-"""Causal language models as transformers models: saving, loss, logits, positions, vocabulary."""
+"""Models as transformers models: saving and vocabulary of every kind; of language models loss, logits, positions."""
 
+import json
 import math
+from functools import partial
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, DynamicCache
 
-from subquad.hf import SubquadForCausalLM
+from subquad.hf import SubquadForCausalLM, SubquadForImages, SubquadForPreTraining, SubquadForSequenceClassification
 from subquad.models import Decoder
 from subquad.testing import assert_exact, assert_same_maths
-from tests.hf.small import LOOPED, classifier, every_form, language_model, perceiver_ar, pretraining, prompt
-from tests.hf.test_image import image_model
-from tests.models.small import VOCABULARY, assert_refused
+from tests.hf.small import LOOPED, PIXELS, classifier, every_form, image_model, language_model, pretraining, prompt
+from tests.models.small import VOCABULARY, assert_refused, mechanisms
 
 
 def assert_same_model(actual, expected):
-    """The same bits in the weights; logits in float64, since products may round by where their operands lie."""
-    weights = dict(actual.named_parameters())
-    assert weights.keys() == dict(expected.named_parameters()).keys()
-    for key, weight in expected.named_parameters():
-        assert_exact(weights[key], weight, key)
+    """The same bits in the weights; outputs in float64, since products may round by where their operands lie."""
+    assert type(actual) is type(expected)
+    assert type(actual.model) is type(expected.model)
+    assert not actual.training
+    found, wanted = (dict(model.named_parameters()) | dict(model.named_buffers()) for model in (actual, expected))
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert_exact(found[key], tensor, key)
+    for config in (actual.config, AutoConfig.from_pretrained(actual.name_or_path)):
+        assert type(config) is type(expected.config)
+        for field in config.own_fields:
+            assert getattr(config, field) == getattr(expected.config, field), field
     assert actual.model.config == expected.model.config
-    assert actual.model.config_hash == expected.model.config_hash
-    assert_same_maths(actual.double()(prompt()).logits, expected.double()(prompt()).logits)
+    assert getattr(actual.model, "config_hash", None) == getattr(expected.model, "config_hash", None)
+    inputs = PIXELS if isinstance(expected, SubquadForImages) else prompt()
+    assert_same_maths(actual.double()(inputs)[0], expected.double()(inputs)[0])
 
 
-@every_form
+AUTO = {
+    SubquadForCausalLM: transformers.AutoModelForCausalLM, SubquadForImages: transformers.AutoModel,
+    SubquadForPreTraining: transformers.AutoModelForPreTraining,
+    SubquadForSequenceClassification: transformers.AutoModelForSequenceClassification,
+}  # fmt: skip
+logistic = partial(image_model, output="logistic", axes=True)
+
+
+@pytest.mark.parametrize("make", [
+    *every_form.args[1],
+    *(pytest.param(partial(classifier, p.id), id=f"classifier {p.id}", marks=p.marks)
+      for p in mechanisms("bidirectional", quick=["full", "luna"])),
+    *(pytest.param(partial(logistic, p.id), id=f"images {p.id}", marks=p.marks) for p in mechanisms(quick=["latte"])),
+    partial(classifier, "perceiver"), partial(classifier, "perceiver_io"), pretraining,
+    partial(pretraining, "perceiver_io"),
+])  # fmt: skip
 def test_a_saved_model_comes_back_bit_for_bit(make, tmp_path):
-    model = make()
+    model = make().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1  # unlike any first weight
     model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert isinstance(loaded, SubquadForCausalLM)
-    assert type(loaded.model) is type(model.model)
-    assert not loaded.training
-    assert_same_model(loaded, model)
+    assert json.loads((tmp_path / "config.json").read_text())["subquad_version"] == 1
+    assert_same_model(AUTO[type(model)].from_pretrained(tmp_path), model)
 
 
 def test_tied_weights_are_saved_once_and_stay_tied_in_another_dtype_too(tmp_path):
@@ -81,16 +106,20 @@ def test_first_weights_are_the_decoders():
         assert 0.7 * std < weight.weight.std().item() < 1.3 * std
 
 
-@pytest.mark.parametrize("tie", [True, False])
-def test_the_vocabulary_can_grow(tie, tmp_path):
-    model, tokens = language_model(tie_embeddings=tie), prompt()
-    before = model(tokens).logits
+@pytest.mark.parametrize("make", [
+    language_model, partial(language_model, tie_embeddings=False), classifier, partial(pretraining, objective="causal"),
+])  # fmt: skip
+def test_the_vocabulary_can_grow(make, tmp_path):
+    model, tokens = make().double().eval(), prompt()
+    before, owner = model(tokens).logits, getattr(model.model, "encoder", model.model)
     model.resize_token_embeddings(VOCABULARY + 5, mean_resizing=False)
-    assert_same_maths(model(tokens).logits[..., :VOCABULARY], before)
-    assert model.model.config.vocab_size == model.config.vocab_size == VOCABULARY + 5
-    assert model(tokens + 5).logits.shape[-1] == VOCABULARY + 5
+    assert_same_maths(model(tokens).logits[..., : before.shape[-1]], before)
+    for config in (model.config, model.model.config, owner.config):
+        assert config.vocab_size == VOCABULARY + 5
+    assert model.get_input_embeddings() is owner.embedding.tokens
+    assert model(tokens + 5).logits.shape[-1] == (3 if make is classifier else VOCABULARY + 5)
     model.save_pretrained(tmp_path)
-    assert_same_model(SubquadForCausalLM.from_pretrained(tmp_path), model)
+    assert_same_model(type(model).from_pretrained(tmp_path), model)
     with pytest.raises(ValueError, match=r"a look-up over the logits \(lookup=31\) .* cannot change"):
         language_model(lookup=31).resize_token_embeddings(VOCABULARY + 1)
 
@@ -175,7 +204,7 @@ def test_the_trainers_count_and_the_loss_leave_out_the_same():
     with pytest.raises(ValueError, match=r"num_items_in_batch counts labels at padding, .* set labels to -100 where"):
         model(tokens, attention_mask=mask, labels=tokens, num_items_in_batch=items)
     assert model.accepts_loss_kwargs
-    assert not perceiver_ar().accepts_loss_kwargs
+    assert not language_model("perceiver_ar").accepts_loss_kwargs
 
 
 def test_positions_are_counted_and_may_only_be_repeated():
@@ -207,18 +236,9 @@ def test_what_it_does_not_take_is_named():
         (lambda: model(tokens, output_hidden_states=True), ValueError, "output_hidden_states is not supported"),
         (lambda: model(tokens, labels=tokens[:, 1:]), ValueError, r"shape of input_ids, \[3, 11\], got \[3, 10\]"),
         (lambda: model(tokens, torch.ones(3, 4)), ValueError, r"must have shape \[3, 11\].* got \[3, 4\]"),
-        (lambda: model(tokens, torch.ones(3, 1, 11, 11)), ValueError, r"shape \[3, 11\].* got \[3, 1, 11, 11\]"),
-        (
-            lambda: model(tokens, past_key_values=DynamicCache()),
-            TypeError,
-            "a subquad.hf.SubquadCache, got DynamicCache",
-        ),
+        (lambda: model(tokens, past_key_values=DynamicCache()), TypeError, "hf.SubquadCache, got DynamicCache"),
         (lambda: model(tokens, position_ids=tokens[:, :4]), ValueError, r"must have shape \[3, 11\], got \[3, 4\]"),
         (lambda: model(tokens, logits_to_keep=-1), ValueError, "logits_to_keep must be at least 0 .*, got -1"),
         (lambda: model(tokens, logits_to_keep=torch.ones(2)), TypeError, r"got a tensor \[2\] of torch.float32"),
-        (
-            lambda: looped(tokens, labels=tokens, use_cache=True),
-            ValueError,
-            "loop_loss='all' trains on every pass, whi",
-        ),
+        (lambda: looped(tokens, labels=tokens, use_cache=True), ValueError, "loop_loss='all' trains on every pass"),
     )

@@ -1,8 +1,9 @@
 """The reports in docs/transformers.md are those that `docs/make_transformers.py` makes."""
 
-import importlib.util
 import re
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AttentionInterface
@@ -15,10 +16,7 @@ ROUNDING = re.compile(r"(?<=pass) +(0|\d\.\de-1\d)(?= )|rounding band \S+")
 
 @pytest.fixture(scope="module")
 def make():
-    spec = importlib.util.spec_from_file_location("make_transformers", ROOT / "docs" / "make_transformers.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "make_transformers.py")))
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import peft
 import pytest
 import torch
-from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 from subquad.hf import SubquadForCausalLM
@@ -11,15 +10,10 @@ from subquad.testing import assert_exact, assert_same_maths
 from tests.hf.small import language_model
 
 
-class Rows(Dataset):
-    """Eight rows that count up, each from another number on; of every second one only the longer half counts."""
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        tokens = (torch.arange(12) + index) % 16
-        return {"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(12) < 6 * (index % 2), -100)}
+def row(index):
+    """A row that counts up from `index`; of every second one only the longer half counts in the loss."""
+    tokens = (torch.arange(12) + index) % 16
+    return {"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(12) < 6 * (index % 2), -100)}
 
 
 def make_model(name="latte"):
@@ -31,14 +25,14 @@ def fit(model, folder, **options):
     options = {"max_steps": 12, "per_device_train_batch_size": 4, "learning_rate": 0.02} | options
     quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
     arguments = TrainingArguments(output_dir=str(folder), lr_scheduler_type="constant", **quiet, **options)
-    trainer = Trainer(model=model, args=arguments, train_dataset=Rows())
+    trainer = Trainer(model=model, args=arguments, train_dataset=[row(i) for i in range(8)])
     trainer.train()
     trainer.save_model(str(folder))
     return [record["loss"] for record in trainer.state.log_history if "loss" in record]
 
 
 def test_the_stock_trainer_trains_and_saves_it(tmp_path):
-    model, tokens = make_model(), Rows()[0]["input_ids"][None]
+    model, tokens = make_model(), row(0)["input_ids"][None]
     losses = fit(model, tmp_path)
     assert losses[-1] < 0.5 * losses[0]
     assert_exact(SubquadForCausalLM.from_pretrained(tmp_path)(tokens).logits, model.eval()(tokens).logits)
@@ -55,7 +49,7 @@ def test_accumulated_rows_with_unequal_labels_make_the_step_of_one_batch(tmp_pat
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
 def test_peft_trains_factors_alone(tmp_path):
-    base, tokens = make_model("llp"), Rows()[0]["input_ids"][None]
+    base, tokens = make_model("llp"), row(0)["input_ids"][None]
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     config = peft.LoraConfig(r=4, target_modules=["query", "up", "down"], task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(base, config)

@@ -9,57 +9,43 @@ from subquad.testing.tools import largest_allocation
 
 def test_feedforwards_are_their_equations():
     x = torch.randn(2, 5, 12, dtype=torch.float64)
-    gelu, swiglu = (
-        build_feedforward("gelu", 12, bias=True).double(),
-        build_feedforward("swiglu", 12, bias=True).double(),
-    )
-    assert isinstance(gelu, GELU)
-    assert isinstance(swiglu, SwiGLU)
+    gelu, swiglu = (build_feedforward(kind, 12, bias=True).double() for kind in ("gelu", "swiglu"))
     assert_same_maths(gelu(x), gelu.down(F.gelu(gelu.up(x))))
     gate = swiglu.gate(x)
     assert_same_maths(swiglu(x), swiglu.down(gate * gate.sigmoid() * swiglu.up(x)))
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_bilinear_one_sums_over_all_pairs_of_both_branches(bias):
+def test_bilinear_sums_over_all_pairs_of_both_branches(bias):
     layer = build_feedforward("bilinear", 6, mult=1.5, bias=bias).double()
-    assert isinstance(layer, Bilinear)
     x = torch.randn(2, 5, 6, dtype=torch.float64)
     weight_kij = layer.down.weight.unflatten(1, (6, 3))
     y = torch.zeros_like(x) if layer.down.bias is None else layer.down.bias.expand_as(x).clone()
     wide, narrow = layer.wide(x), layer.narrow(x)
-    for k in range(6):
-        for i in range(6):
-            for j in range(3):
-                pair = wide[..., i] * wide[..., i].sigmoid() * narrow[..., j] * narrow[..., j].sigmoid()
-                y[..., k] += weight_kij[k, i, j] * pair
+    for i in range(6):
+        for j in range(3):
+            pair = wide[..., i] * wide[..., i].sigmoid() * narrow[..., j] * narrow[..., j].sigmoid()
+            y += pair[..., None] * weight_kij[:, i, j]
     assert_same_maths(layer(x), y)
 
 
 @pytest.mark.parametrize("d", [8, 20])
-def test_the_bilinear_one_has_a_factor_of_eight_by_default(d):
-    def parameters(layer):
-        return sum(p.numel() for p in layer.parameters())
-
-    layer = Bilinear(d, bias=True)
-    assert layer.narrow.out_features == 8
+def test_bilinear_has_a_factor_of_eight_by_default(d):
+    biased, plain = (sum(p.numel() for p in Bilinear(d, bias=bias).parameters()) for bias in (True, False))
     # W1, b1; W2, b2; W3, b3
-    assert parameters(layer) == (d * d + d) + (8 * d + 8) + (8 * d * d + d) == 9 * d**2 + 10 * d + 8
-    assert parameters(Bilinear(d)) == 9 * d**2 + 8 * d
+    assert biased == (d * d + d) + (8 * d + 8) + (8 * d * d + d)
+    assert plain == 9 * d**2 + 8 * d
     assert Bilinear(d, mult=0.1).narrow.out_features == 1
 
 
-def test_the_bilinear_one_holds_no_tensor_of_three_factors():
+def test_bilinear_holds_no_tensor_of_three_factors():
     layer, x = Bilinear(32), torch.randn(2, 64, 32)
     assert largest_allocation(lambda: layer(x).sum().backward()) <= 4 * (2 * 64) * (32 * 8)
 
 
-@pytest.mark.parametrize(
-    ("dim", "mult", "gelu", "swiglu"), [(256, 4.0, 1024, 680), (96, 4.0, 384, 256), (4, 0.5, 2, 8)]
-)
-def test_hidden_widths(dim, mult, gelu, swiglu):
-    assert GELU(dim, mult=mult).up.out_features == gelu
-    assert SwiGLU(dim, mult=mult).gate.out_features == swiglu
+@pytest.mark.parametrize(("dim", "mult", "widths"), [(256, 4.0, (1024, 680)), (96, 4.0, (384, 256)), (4, 0.5, (2, 8))])
+def test_hidden_widths(dim, mult, widths):
+    assert (GELU(dim, mult=mult).up.out_features, SwiGLU(dim, mult=mult).gate.out_features) == widths
 
 
 def test_an_unknown_feedforward_is_answered_with_the_valid_ones():

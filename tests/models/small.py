@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from subquad.attention import mechanism, names
-from subquad.models import Decoder, DecoderConfig, PerceiverAR
+from subquad.models import Classifier, Decoder, DecoderConfig, EncoderConfig, PerceiverAR
 from subquad.models.stacks import STACKS
 from subquad.testing import assert_exact
 
@@ -40,6 +40,7 @@ SLOW = ("cross-short", "self-short", "segments")
 every_history = pytest.mark.parametrize(
     "form", [pytest.param(form, marks=pytest.mark.slow if form in SLOW else []) for form in HISTORIES]
 )
+LOOPED = {"loops": 3, "loop_loss": "all", "lookup": 31, "feedforward": "bilinear"}
 KINDS = ("full", "llp", "latte", "luna")
 """One mechanism for each kind of state: growing, segments, constant, and one that passes a memory between layers."""
 
@@ -68,6 +69,17 @@ def decoder(attention="full", **fields):
     return model
 
 
+def looped(attention, **fields):
+    """A decoder whose layers run in three passes, with a look-up over the logits of each."""
+    return decoder(attention, **LOOPED | fields)
+
+
+def classifier(attention="full", **fields):
+    """A classifier of three classes in float64 and evaluation mode."""
+    torch.manual_seed(0)
+    return Classifier(EncoderConfig(**settings_of(attention, num_classes=3, **fields))).double().eval()
+
+
 def perceiver_ar(form, options=None, **fields):
     """A Perceiver AR of three layers with rotary positions, in float64 and evaluation mode."""
     torch.manual_seed(0)
@@ -84,6 +96,13 @@ def mask():
     """Padding on the left, on the right and in the middle."""
     real = torch.ones(3, TOKENS, dtype=torch.bool)
     real[0, :5] = real[1, 11:] = real[2, 3:9] = False
+    return real
+
+
+def sparse_mask():
+    """Padding on the left, in the middle with few tokens left, on the right, everywhere."""
+    real = torch.ones(4, TOKENS, dtype=torch.bool)
+    real[0, :5] = real[1, 2:15] = real[2, 9:] = real[3] = False
     return real
 
 

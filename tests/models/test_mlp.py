@@ -14,9 +14,6 @@ def test_it_is_linear_layers_with_relu_between_them():
     first, second = net.layers
     assert_exact(net(x), second(nn.functional.relu(first(x))))
     assert sum(p.numel() for p in Mlp(784, 64, 64, 10).parameters()) == 55_050
-
-
-@pytest.mark.parametrize("widths", [(), (3,), (3, 0)])
-def test_widths_that_make_no_net_are_refused(widths):
-    with pytest.raises(ValueError, match="widths must be at least two numbers, each at least 1"):
-        Mlp(*widths)
+    for widths in ((), (3,), (3, 0)):
+        with pytest.raises(ValueError, match="widths must be at least two numbers, each at least 1"):
+            Mlp(*widths)

@@ -1,23 +1,19 @@
 """Perceiver and Perceiver IO, on arrays and on tokens."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.models import Classifier, EncoderConfig, Perceiver, PerceiverIO
 from subquad.models.perceiver import LATENT_STD, fourier_features
-from subquad.models.stacks import PerceiverIOOptions, PerceiverOptions
+from subquad.models.stacks import PerceiverOptions
 from subquad.ops import flops
 from subquad.testing import assert_exact, assert_in_budget, assert_same_maths
 from tests.models import small
 
-INPUTS, CHANNELS, QUERY = 9, 6, 10
-tokens_of = partial(small.tokens, tokens=INPUTS)
+INPUTS, CHANNELS, QUERY = small.TOKENS, 6, 10
 both = pytest.mark.parametrize("name", ["perceiver", "perceiver_io"])
 
 
@@ -46,13 +42,6 @@ def random(*shape, seed=1):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def some_mask():
-    """Padding on the left, on the right and in the middle; one row has a single real input."""
-    mask = torch.ones(4, INPUTS, dtype=torch.bool)
-    mask[0, :5] = mask[1, 6:] = mask[2, 2:7] = mask[3, :4] = mask[3, 5:] = False
-    return mask
-
-
 def read(block, x, inputs):
     """A cross-attention block by its equation, one query and one head at a time: `x` [O, C], `inputs` [S, C']."""
     z, width = block.input_norm(inputs), block.query.out_features // block.num_heads
@@ -78,9 +67,6 @@ def expected_latents(model, inputs):
     return z
 
 
-# --- the equations
-
-
 @pytest.mark.parametrize("options", [
     {},
     {"repeats": 3, "output_residual": False},
@@ -88,43 +74,27 @@ def expected_latents(model, inputs):
     {"query_residual": False, "latents": 1},
 ])  # fmt: skip
 @torch.no_grad()
-def test_both_are_their_equations(options):
+def test_both_are_their_equations_with_any_number_of_inputs_and_queries(options):
     model, inputs, queries = perceiver_io(options), random(2, INPUTS, CHANNELS), random(2, 4, QUERY, seed=2)
     latents = [expected_latents(model.perceiver, row) for row in inputs]
     assert_same_maths(model.perceiver(inputs), torch.stack(latents))
     rows = zip(queries, latents, strict=True)
     assert_same_maths(model(inputs, queries), torch.stack([read(model.reader, q, z) for q, z in rows]))
-
-
-@settings(max_examples=8)
-@given(inputs=st.integers(0, 40), queries=st.integers(0, 40), latents=st.integers(1, 12))
-def test_any_number_of_inputs_and_queries(inputs, queries, latents):
-    model = perceiver_io({"latents": latents}, num_layers=1)
-    outputs = model(random(2, inputs, CHANNELS), random(2, queries, QUERY))
-    assert outputs.shape == (2, queries, QUERY)
-    assert outputs.isfinite().all()
-
-
-def test_no_output_depends_on_another_query_and_all_rows_may_share_queries():
-    model, inputs, queries = perceiver_io(), random(2, INPUTS, CHANNELS), random(6, QUERY, seed=2)
-    together = model(inputs, queries)
-    for i in range(6):
-        assert_same_maths(together[:, i : i + 1], model(inputs, queries[i : i + 1]))
-    assert_exact(together, model(inputs, torch.stack([queries, queries])))
-
-
-# --- padding and batches
+    assert_exact(model(inputs, queries[0]), model(inputs, queries[:1].expand(2, -1, -1)))
+    for few in (inputs[:, :0], inputs[:, :1]):
+        assert model(few, queries).isfinite().all()
+        assert model(few, queries[:, :0]).shape == (2, 0, QUERY)
 
 
 def test_padding_of_arrays_is_as_if_removed():
-    model, inputs, mask = perceiver(), random(5, INPUTS, CHANNELS), torch.cat([some_mask(), torch.zeros(1, INPUTS) > 0])
+    model, inputs, mask = perceiver(), random(4, INPUTS, CHANNELS), small.sparse_mask()
     latents = model(inputs, mask)
     for row, real in enumerate(mask):  # the last row has no input at all
         assert_same_maths(latents[row], model(inputs[row : row + 1, real])[0])
 
 
 def test_values_at_padding_change_no_bit_and_get_no_gradient():
-    model, inputs, mask = perceiver_io().float(), random(4, INPUTS, CHANNELS).float(), some_mask()
+    model, inputs, mask = perceiver_io().float(), random(4, INPUTS, CHANNELS).float(), small.sparse_mask()
     queries = random(3, QUERY).float()
     other = torch.where(mask[..., None], inputs, torch.nan).requires_grad_()
     outputs = model(other, queries, mask)
@@ -136,21 +106,17 @@ def test_values_at_padding_change_no_bit_and_get_no_gradient():
 
 @both
 def test_padding_of_tokens_is_as_if_removed(name):
-    model, tokens, mask = classifier(name, {"fourier_bands": 3}), tokens_of(4), some_mask()
+    model, tokens, mask = classifier(name, {"fourier_bands": 3}), small.tokens(4), small.sparse_mask()
     logits = model(tokens, mask)
     for row, real in enumerate(mask):
         assert_same_maths(logits[row], model(tokens[row : row + 1, real])[0])
-    assert_exact(model(torch.where(mask, tokens, -7), mask), logits)
-
-
-# --- weights
 
 
 @both
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_every_parameter_gets_a_gradient(name, repeats):
     model = classifier(name, {"repeats": repeats, "reads": "each", "fourier_bands": 2}, dropout=0.1).train()
-    model(tokens_of(), None).square().sum().backward()
+    model(small.tokens(), None).square().sum().backward()
     for parameter_name, p in model.named_parameters():
         assert p.grad is not None and p.grad.isfinite().all() and p.grad.any(), parameter_name  # noqa: PT018
 
@@ -165,23 +131,15 @@ def test_first_weights():
         assert 0.8 * std < weight.weight.std().item() < 1.2 * std
 
 
-# --- tokens
-
-
-@both
-def test_the_pooled_vector_is_the_mean_of_what_forward_gives(name):
-    model, tokens = classifier(name), tokens_of()
-    vectors = model.encoder(tokens)
-    assert vectors.shape == (3, 1 if name == "perceiver_io" else 5, 16)
-    assert_same_maths(model(tokens), model.head(vectors.mean(1)))
-
-
 @both
 @pytest.mark.parametrize("position", ["learned", "sinusoidal", "none"])
-def test_order_matters_where_positions_are_known(name, position):
-    tokens = tokens_of()
+def test_a_mean_is_pooled_and_order_matters_where_positions_are_known(name, position):
+    tokens = small.tokens()
     for bands in (0, 3):
         model = classifier(name, {"fourier_bands": bands}, position=position)
+        vectors = model.encoder(tokens)
+        assert vectors.shape == (3, 1 if name == "perceiver_io" else 5, 16)
+        assert_same_maths(model(tokens), model.head(vectors.mean(1)))
         same = torch.isclose(model(tokens), model(tokens.flip(1))).all()
         assert bool(same) == (position == "none" and bands == 0)
 
@@ -195,30 +153,20 @@ def test_fourier_features_are_their_definition():
     assert_same_maths(fourier_features(places, 3, 10).flatten(), torch.tensor(expected, dtype=torch.float64))
 
 
-# --- precision, compiled, counted
-
-
 @both
 def test_autocast_stays_in_budget(name):
     def logits(dtype, autocast):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
-            return classifier(name).to(dtype)(tokens_of())
+            return classifier(name).to(dtype)(small.tokens())
 
     exact, plain = logits(torch.float64, False), logits(torch.bfloat16, False)
     assert_in_budget(logits(torch.float32, True), plain, exact, torch.bfloat16)
 
 
-@torch.no_grad()
-def test_compiled_equals_eager():
-    torch._dynamo.reset()
-    model, tokens, mask = classifier("perceiver_io", num_layers=1), tokens_of(4), some_mask()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_same_maths(compiled(tokens, mask), model(tokens, mask))
-
-
 @both
-@pytest.mark.parametrize("options", [{}, {"repeats": 3, "reads": "each", "fourier_bands": 2}], ids=["once", "each"])
-@pytest.mark.parametrize("inputs", [INPUTS, 2 * INPUTS])
+@pytest.mark.parametrize(("options", "inputs"), [
+    ({}, INPUTS), ({"repeats": 2, "reads": "each", "fourier_bands": 2}, 30),
+])  # fmt: skip
 def test_the_cost_is_what_torch_counts_and_linear_in_the_inputs(name, options, inputs):
     flops.register()
     model, repeats = classifier(name, options).float().train(), options.get("repeats", 1)
@@ -236,18 +184,15 @@ def test_the_cost_is_what_torch_counts_and_linear_in_the_inputs(name, options, i
     assert backward.get_total_flops() <= cost.backward_flops
 
 
-# --- mistakes
-
-
 def test_wrong_inputs_are_refused():
     model, inputs, queries = perceiver_io(), random(2, INPUTS, CHANNELS), random(4, QUERY)
     short = torch.ones(2, 3, dtype=torch.bool)
     small.assert_refused(
-        (lambda: model(inputs[..., :5], queries), ValueError, r"must have shape \[B, S, 6\], got \[2, 9, 5\]"),
+        (lambda: model(inputs[..., :5], queries), ValueError, r"must have shape \[B, S, 6\], got \[2, 17, 5\]"),
         (lambda: model(inputs, random(3, 4, QUERY)), ValueError, r"\[O, 10\] or \[2, O, 10\], got \[3, 4, 10\]"),
         (lambda: model(inputs, random(4, 9)), ValueError, r"must have shape \[O, 10\] or .*, got \[4, 9\]"),
         (lambda: model(inputs, queries, torch.ones(2, INPUTS)), TypeError, "mask must be a bool tensor"),
-        (lambda: model(inputs, queries, short), ValueError, r"mask must have shape \(2, 9\)"),
+        (lambda: model(inputs, queries, short), ValueError, r"mask must have shape \(2, 17\)"),
     )
 
 
@@ -257,14 +202,11 @@ def with_others(others):
 
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: perceiver({"latents": 0}), "latents must be at least 1, got 0"),
-    (lambda: perceiver({"repeats": 0}), "repeats must be at least 1, got 0"),
-    (lambda: perceiver({"cross_heads": 0}), "cross_heads must be at least 1, got 0"),
     (lambda: perceiver({"fourier_bands": -1}), "fourier_bands must be at least 0, got -1"),
     (lambda: perceiver({"cross_heads": 3}), "cross_heads must divide dim, got cross_heads=3, dim=16"),
     (lambda: perceiver({"latent": 4}), "has no key 'options.perceiver.latent'; did you mean 'latents'"),
     (lambda: perceiver({"reads": "twice"}), "options.perceiver.reads must be one of its choices, got 'twice'; valid: "),
     (lambda: PerceiverOptions(reads="twice"), "unknown reads 'twice'; valid: each, once"),
-    (lambda: PerceiverIOOptions(latents=0), "latents must be at least 1, got 0"),
     (lambda: with_others({"llp": {"segments": 8}}), "attention 'llp' has no option 'segments'"),
     (lambda: with_others({"perciever": {"latents": 8}}), "unknown attention 'perciever'"),
     (lambda: Perceiver(config_of(), input_dim=0), "input_dim must be at least 1, got 0"),

@@ -36,9 +36,6 @@ def drawn(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-# --- what is hidden
-
-
 @settings(max_examples=20)
 @given(
     lengths=st.lists(st.integers(0, 12), min_size=1, max_size=5),
@@ -59,22 +56,16 @@ def test_a_share_of_the_real_tokens_is_hidden(lengths, fraction, seed, offset):
     assert torch.equal(shown, torch.where(hidden, MASK, tokens))
 
 
-def test_every_token_is_equally_likely_to_be_hidden():
+def test_every_token_is_equally_likely_to_be_hidden_and_some_become_random_ones_but_never_the_mask():
     _, hidden = Hiding(0.3, 0.0)(torch.zeros(4000, 10, dtype=torch.int64), None, MASK, drawn())
     assert hidden.sum() == 4000 * 3
     assert ((hidden.sum(0) - 1200).abs() < 200).all()  # 7 standard deviations of a binomial count
-
-
-def test_some_hidden_tokens_become_random_ones_and_never_the_mask():
     tokens = torch.zeros(500, 20, dtype=torch.int64)
     shown, hidden = Hiding(0.5, 0.5)(tokens, None, MASK, drawn())
     replaced = shown[hidden] != MASK
     assert torch.equal(shown[~hidden], tokens[~hidden])
     assert 2250 < replaced.sum().item() < 2750  # half of 5,000: 7 standard deviations
     assert torch.equal(shown[hidden][replaced].unique(), torch.arange(VOCABULARY))
-
-
-# --- what is predicted
 
 
 @pytest.mark.parametrize("name", ["full", "llp", "latte", "perceiver_io"])
@@ -116,12 +107,8 @@ def test_every_trainable_parameter_gets_a_gradient(objective, name):
     assert name != "perceiver_io" or not model.encoder.query.requires_grad
 
 
-# --- mistakes
-
-
 @pytest.mark.parametrize(("objective", "name", "message"), [
     ("denoise", "perceiver", "attention 'perceiver' keeps no vector for each token and cannot predict"),
-    ("causal", "perceiver", "attention 'perceiver' keeps no vector for each token and cannot predict"),
     ("causal", "full", "only a causal encoder can predict the next token; set causal=true"),
 ])  # fmt: skip
 def test_objectives_that_the_encoder_cannot_learn_are_refused(objective, name, message):

@@ -1,12 +1,39 @@
 """Shared by the engines' tests: random tensors, gradients, comparisons of all results, and parameters mostly slow."""
 
 import os
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 
+from subquad.ops import patterns
+from subquad.ops.patterns.sparse import Columns
 from subquad.testing.tools import assert_exact, assert_in_budget, assert_same_maths
+
+PATTERNS = [
+    patterns.Causal(), patterns.Full(), patterns.Window(width=5), patterns.Window(width=1), patterns.Window(width=20),
+    patterns.Window(width=100), patterns.Segments(size=7, back=2), patterns.Segments(size=8),
+    patterns.Segments(size=16, back=0), patterns.Segments(size=100), patterns.Prefix(length=13),
+    patterns.Prefix(length=0), patterns.Suffix(start=13), patterns.Prefix(length=100), patterns.Band(before=3, after=9),
+    patterns.Suffix(start=0), patterns.Band(before=30, after=0), patterns.Suffix(start=90),
+    patterns.Shifted(size=8, shift=3, back=1), patterns.Shifted(size=16, shift=8),
+    patterns.Blocks(size=8, back=1, ahead_blocks=1), patterns.Blocks(size=9), patterns.Sinks(count=3, back=4),
+    patterns.Sinks(count=1, back=1, size=8), patterns.Globals(count=3, back=4, ahead_blocks=2),
+    patterns.Globals(count=1, back=1, ahead_blocks=1, size=8), patterns.Random(size=8, index=1, of=2, skip=1, back=0),
+    patterns.Random(size=8, index=0, of=2, skip=1, back=0, blocks=9), patterns.Dilated(width=4, dilation=3),
+    patterns.DilatedBand(before=2, after=1, dilation=3), patterns.Strided(stride=5), Columns(size=8, last=3),
+]  # fmt: skip
+"""Every kind of pattern, for sequences of some 20 to 100 tokens."""
+LAYOUTS = {
+    "heads inside tokens": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "a slice": lambda x: torch.cat([x, torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]],
+    "channels apart": lambda x: x.mT.contiguous().mT,
+    "one token for all": lambda x: x[:, :, :1].expand_as(x),
+    "one channel for all": lambda x: x[..., :1].expand_as(x),
+    "one number for all": lambda x: x[:1, :1, :1, :1].expand_as(x),
+}
+"""Strides that `[B, H, T, .]` tensors may have; contents change where one entry stands for all."""
 
 ALONE = ("test_schema", "test_faketensor")
 """Torch's rules for an operator that nothing is differentiated through."""
@@ -16,6 +43,11 @@ def normal(*shape, seed=0, dtype=torch.float64, device="cpu"):
     """Return random numbers, the same at every call."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype)
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where the kernels run: on a GPU, or in Triton's interpreter."""
+random = partial(normal, device=DEVICE)
 
 
 def differentiated(f, inputs):
@@ -58,3 +90,38 @@ def thinned(every, **axes):
         name = "-".join(str(value).removeprefix("torch.") for value in values)
         parameters.append(pytest.param(*values, marks=pytest.mark.slow if slow else (), id=name))
     return pytest.mark.parametrize(tuple(axes), parameters)
+
+
+def plain_scan(q, i, v, log_f=None, state=None, *, normalise=False, eps=0.0):
+    """Return the outputs and the state of the gated scan from every weight, in the dtype of the inputs."""
+    G_BHTF = torch.zeros_like(q[..., :1]) if log_f is None else log_f.cumsum(2)
+    future_TS1 = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)[..., None]
+    decay_BHTSF = (G_BHTF[:, :, :, None] - G_BHTF[:, :, None]).masked_fill(future_TS1, -torch.inf).exp()
+    w_BHTS = (q[:, :, :, None] * i[:, :, None] * decay_BHTSF).sum(-1)
+    v = torch.cat([v, torch.ones_like(v[..., :1])], -1) if normalise else v
+    out, after = w_BHTS @ v, (i * decay_BHTSF[:, :, -1]).mT @ v
+    if state is not None:
+        out = out + (q * G_BHTF.exp()) @ state.to(q.dtype)
+        after = after + state * G_BHTF[:, :, -1, :, None].exp()
+    return (out[..., :-1] / (out[..., -1:] + eps) if normalise else out), after
+
+
+def plain_softmax(p, logits, v, a=None, s=None, *, mask=None):
+    """Return results of the running softmax from every weight, in the dtype of the inputs.
+
+    A state is one token more, with a value of its own for each latent.
+    """
+    if mask is not None:
+        fills = (0.0, -torch.inf, 0.0)
+        p, logits, v = (x.masked_fill(~mask[:, None, :, None], y) for x, y in zip((p, logits, v), fills, strict=True))
+    T, L, V = v.shape[2], p.shape[3], v.shape[3]
+    k_BHSL = logits if a is None else torch.cat([a[:, :, None].to(logits.dtype), logits], 2)
+    S = k_BHSL.shape[2]
+    future_TS1 = torch.ones(T, S, dtype=torch.bool, device=v.device).triu(1 + S - T)[..., None]
+    k_BHTSL = k_BHSL[:, :, None].expand(-1, -1, T, -1, -1).masked_fill(future_TS1, -torch.inf)
+    v_BHLSV = v[:, :, None].expand(-1, -1, L, -1, V)
+    v_BHLSV = v_BHLSV if s is None else torch.cat([s[:, :, :, None].to(v.dtype), v_BHLSV], 3)
+    means_BHLTV = k_BHTSL.softmax(3).permute(0, 1, 4, 2, 3).to(v.dtype) @ v_BHLSV
+    lse_BHTL = k_BHTSL.logsumexp(3)
+    out = torch.einsum("bhtl,bhltv->bhtv", p.to(v.dtype), means_BHLTV)
+    return out, lse_BHTL, lse_BHTL[:, :, -1], means_BHLTV[:, :, :, -1]

@@ -1,19 +1,24 @@
+"""Which backend an engine runs on: asked for, or chosen by device, dtype, pattern and options."""
+
 import logging
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from subquad.ops import backends, block_attention, gated_scan, running_softmax
+from subquad.ops import attend, backends, block_attention, gated_scan, running_softmax
 from subquad.ops.backends import choose, use_backend, without_autocast
-from subquad.ops.patterns import Causal
+from subquad.ops.patterns import Blocks, Causal, Dilated, Globals, Random, Segments, Shifted, Strided, Window
+from subquad.ops.patterns.sparse import Columns
 
 X = torch.ones(1, 1, 3, 2)
 ENGINES = {
-    "block_attention": lambda backend=None: block_attention(X, X, X, Causal(), backend=backend),
-    "gated_scan": lambda backend=None: gated_scan(X, X, X, None, backend=backend),
-    "running_softmax": lambda backend=None: running_softmax(X, X, X, backend=backend),
+    "block_attention": lambda backend=None, k=X, v=X: block_attention(k, k, v, Causal(), backend=backend),
+    "gated_scan": lambda backend=None, k=X, v=X: gated_scan(k, k, v, None, backend=backend),
+    "running_softmax": lambda backend=None, k=X, v=X: running_softmax(k, k, v, backend=backend),
 }
 engines = pytest.mark.parametrize("engine", ENGINES)
+BOTH = ("reference", "torch")
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +29,7 @@ def _nothing_logged_yet():
 
 
 @pytest.mark.parametrize("engine", ["gated_scan", "running_softmax"])
-def test_a_backend_that_an_engine_has_not_is_never_replaced_by_another(engine):
+def test_a_backend_that_an_engine_lacks_is_never_replaced_by_another(engine):
     match = f"{engine} has no backend 'flex' here; it has reference, torch, sequential, triton"
     with pytest.raises(ValueError, match=match):
         ENGINES[engine]("flex")
@@ -39,75 +44,46 @@ def test_kernels_are_refused_without_triton(engine, monkeypatch):
         ENGINES[engine]("triton")
 
 
-@pytest.mark.parametrize(
-    ("engine", "sizes", "match"),
-    [
-        ("gated_scan", (300, 4), "at most 256 key channels per head, got 300"),
-        ("gated_scan", (4, 300), "at most 256 value channels per head, got 300"),
-        ("running_softmax", (600, 4), "at most 512 latents per head, got 600"),
-    ],
-)
+@pytest.mark.parametrize(("engine", "sizes", "match"), [
+    ("gated_scan", (300, 4), "at most 256 key channels per head, got 300"),
+    ("gated_scan", (4, 300), "at most 256 value channels per head, got 300"),
+    ("running_softmax", (600, 4), "at most 512 latents per head, got 600"),
+])  # fmt: skip
 def test_kernels_refuse_heads_that_they_cannot_hold(engine, sizes, match):
-    q, v = torch.ones(1, 1, 2, sizes[0]), torch.ones(1, 1, 2, sizes[1])
     with pytest.raises(ValueError, match=match):
-        gated_scan(q, q, v, None, backend="triton") if engine == "gated_scan" else running_softmax(
-            q, q, v, backend="triton"
-        )
+        ENGINES[engine]("triton", *(torch.ones(1, 1, 2, size) for size in sizes))
 
 
 @engines
 def test_an_unknown_backend_is_answered_with_the_valid_ones(engine):
     with pytest.raises(ValueError, match=f"unknown backend 'troch' for {engine}; did you mean 'torch'"):
         ENGINES[engine]("troch")
-
-
-def test_use_backend_refuses_an_unknown_name_at_once():
-    with (
-        pytest.raises(ValueError, match="unknown backend 'refrence'; did you mean 'reference'"),
-        use_backend("refrence"),
-    ):
-        pass
-
-
-@engines
-@pytest.mark.parametrize("backend", ["reference", "torch", "sequential"])
-def test_a_backend_that_an_engine_has_runs(engine, backend):
-    ENGINES[engine](backend)
-    with use_backend(backend):
-        ENGINES[engine]()
+    with pytest.raises(ValueError, match="unknown backend 'refrence'; did you mean 'reference'"):
+        use_backend("refrence").__enter__()
 
 
 def test_use_backend_holds_within_its_block_and_nests():
-    available = ("reference", "torch")
     with use_backend("reference"):
-        assert choose("op", None, available, "torch") == "reference"
+        assert choose("op", None, BOTH, "torch") == "reference"
         with use_backend("torch"):
-            assert choose("op", None, available, "reference") == "torch"
-        assert choose("op", None, available, "torch") == "reference"
-        assert choose("op", "torch", available, "reference") == "torch", "the argument wins"
-    assert choose("op", None, available, "torch") == "torch"
-
-
-def test_use_backend_ends_with_an_error_inside():
+            assert choose("op", None, BOTH, "reference") == "torch"
+        assert choose("op", None, BOTH, "torch") == "reference"
+        assert choose("op", "torch", BOTH, "reference") == "torch", "the argument wins"
     with pytest.raises(RuntimeError, match="inside"), use_backend("reference"):
         raise RuntimeError("inside")
-    assert choose("op", None, ("reference", "torch"), "torch") == "torch"
+    assert choose("op", None, BOTH, "torch") == "torch"
 
 
-def test_the_default_is_logged_once_per_engine(caplog):
+def test_only_the_default_is_logged_once_per_engine(caplog):
     with caplog.at_level(logging.INFO, logger="subquad"):
+        choose("op", "reference", BOTH, "torch")
+        with use_backend("torch"):
+            choose("op", None, BOTH, "reference")
+        assert caplog.records == []
         for engine in ENGINES.values():
             engine()
             engine()
     assert [record.message for record in caplog.records] == [f"{name} runs on the torch backend" for name in ENGINES]
-
-
-def test_an_explicit_choice_is_not_logged(caplog):
-    with caplog.at_level(logging.INFO, logger="subquad"):
-        choose("op", "reference", ("reference", "torch"), "torch")
-        with use_backend("torch"):
-            choose("op", None, ("reference", "torch"), "reference")
-    assert caplog.records == []
 
 
 def test_without_autocast_keeps_the_callers_precision():
@@ -124,3 +100,44 @@ def test_engines_give_the_dtype_of_the_values_under_autocast(engine):
     with torch.autocast("cpu", torch.bfloat16):
         out = ENGINES[engine]()
     assert (out if isinstance(out, torch.Tensor) else out.out).dtype == torch.float32
+
+
+# The backend that block attention chooses without a request.
+
+KERNELS = [Causal(), Window(width=4), Segments(size=4), Shifted(size=4, shift=2), Blocks(size=4)]
+NO_KERNELS = [Globals(count=1, back=1, ahead_blocks=1), Random(size=8, index=1, of=2, skip=1, back=0)]
+FOLDED = [Dilated(width=4, dilation=3), Strided(stride=5), Columns(size=8, last=3)]
+
+
+def default(pattern, device="cuda", dtype=torch.bfloat16, channels=64, training=True, dropout_p=0.0):
+    with FakeTensorMode():  # a GPU that need not be there
+        q, k, v = (torch.empty(1, 2, 8, channels, dtype=dtype, device=device) for _ in range(3))
+        return attend._default(q.requires_grad_(training), k, v, pattern, dropout_p)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("pattern", KERNELS, ids=repr)
+def test_kernels_run_on_a_gpu_if_they_have_the_pattern(pattern, dtype, training):
+    assert default(pattern, dtype=dtype, training=training) == "triton"
+
+
+@pytest.mark.parametrize("pattern", [*KERNELS, *NO_KERNELS], ids=repr)
+def test_flex_attention_trains_patterns_without_kernels(pattern, monkeypatch):
+    if pattern in KERNELS:
+        monkeypatch.setattr(attend, "HAS_TRITON", False)
+    assert default(pattern) == "flex"
+    assert default(pattern, training=False) == "torch", "shapes change, and each would be compiled"
+
+
+@pytest.mark.parametrize("pattern", FOLDED, ids=repr)
+def test_patterns_that_fold_to_dense_ones_are_folded(pattern):
+    assert default(pattern) == "torch"
+
+
+@pytest.mark.parametrize("pattern", [*KERNELS, *NO_KERNELS], ids=repr)
+@pytest.mark.parametrize(
+    "option", [{"device": "cpu"}, {"dropout_p": 0.1}, {"dtype": torch.float64}, {"channels": 300}], ids=str
+)
+def test_torch_runs_everything_else(pattern, option):
+    assert default(pattern, **option) == "torch"

@@ -94,30 +94,23 @@ def test_groups_have_the_fewest_slots(lengths, overhead):
     assert cost == least
 
 
-def test_no_document_makes_no_group():
-    assert grouped(np.array([], dtype=np.int64)) == []
-
-
 def test_many_lengths_take_less_than_twice_their_tokens():
     lengths = np.random.default_rng(0).integers(1, 2048, 500)
+    assert grouped(np.array([], dtype=np.int64)) == []
     slots = sum(len(group) * lengths[group].max() for group in grouped(lengths))
     assert slots < 2 * lengths.sum()
 
 
-@pytest.mark.parametrize(
-    ("ids", "error", "message"),
-    [
-        (torch.zeros(2, 3), TypeError, "doc_ids must hold integers, the document's id at each of its tokens, got"),
-        (torch.zeros(2, 3, dtype=torch.bool), TypeError, "doc_ids must hold integers"),
-        (torch.zeros(3, 2, dtype=torch.int64), ValueError, r"doc_ids must have shape \(2, 3\), one id per token"),
-        (torch.full((2, 3), -2), ValueError, "doc_ids must be 0 or more, or -1 for padding, got -2"),
-    ],
-)
-def test_ids_that_are_none(ids, error, message):
+IDS = torch.zeros(2, 3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(("ids", "mask", "error", "message"), [
+    (IDS.float(), None, TypeError, "doc_ids must hold integers, the document's id at each of its tokens, got"),
+    (IDS.bool(), None, TypeError, "doc_ids must hold integers"),
+    (IDS.mT, None, ValueError, r"doc_ids must have shape \(2, 3\), one id per token"),
+    (IDS - 2, None, ValueError, "doc_ids must be 0 or more, or -1 for padding, got -2"),
+    (IDS, torch.ones(2, 4, dtype=torch.bool), ValueError, r"mask must have shape \(2, 3\)"),
+])  # fmt: skip
+def test_ids_and_masks_that_do_not_fit_are_refused(ids, mask, error, message):
     with pytest.raises(error, match=message):
-        lay_out(ids, None, 2, 3)
-
-
-def test_a_mask_that_does_not_fit():
-    with pytest.raises(ValueError, match=r"mask must have shape \(2, 3\)"):
-        lay_out(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 4, dtype=torch.bool), 2, 3)
+        lay_out(ids, mask, 2, 3)

@@ -1,7 +1,7 @@
 """FlexAttention as a backend of engine B, against the definition.
 
-Most tests run its plain form, which takes no compilation; the block masks, which it does not read, are compared with
-those that torch makes of the dense mask.
+Most tests run its plain form, which is not compiled; block masks, which that form does not read, are compared with the
+masks that torch makes from all entries.
 """
 
 import functools
@@ -13,70 +13,57 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask
 
 from subquad.ops import _flex as flex
-from subquad.ops import block_attention, block_attention_with_lse
-from subquad.ops.patterns import (
-    Band,
-    Blocks,
-    Causal,
-    Dilated,
-    DilatedBand,
-    Full,
-    Globals,
-    Pattern,
-    Prefix,
-    Random,
-    Segments,
-    Shifted,
-    Sinks,
-    Strided,
-    Suffix,
-    Window,
-)
+from subquad.ops import block_attention, block_attention_with_lse, patterns
+from subquad.ops.patterns import Band, Causal, Full, Pattern, Segments, Sinks, Window
 from subquad.ops.patterns.sparse import Columns, Ranks
 from subquad.ops.slots import Slots
-from subquad.testing import assert_exact, assert_in_budget, mask_with
+from subquad.testing import LOW_PRECISION, assert_exact, assert_in_budget, mask_with
+from tests.ops.cases import assert_all_exact, normal
 
 PATTERNS = [
-    Causal(),
-    Full(),
-    Window(width=20),
-    Window(width=200),
-    Band(before=30, after=9),
-    Segments(size=70),
-    Shifted(size=160, shift=8),
-    Blocks(size=64, back=1, ahead_blocks=1),
-    Prefix(length=130),
-    Suffix(start=130),
-    Sinks(count=3, back=4),
-    Globals(count=1, back=1, ahead_blocks=1, size=8),
-    Random(size=8, index=1, of=2, skip=1, back=0),
-    Random(size=64, index=0, of=2, skip=1, back=0, blocks=5),
-    Dilated(width=4, dilation=3),
-    DilatedBand(before=2, after=1, dilation=3),
-    Strided(stride=5),
-    Columns(size=160, last=3),
+    Causal(), Full(), Window(width=20), Window(width=200), Band(before=30, after=9), Segments(size=70),
+    patterns.Shifted(size=160, shift=8), patterns.Blocks(size=64, back=1, ahead_blocks=1), patterns.Prefix(length=130),
+    patterns.Suffix(start=130), Sinks(count=3, back=4), patterns.Globals(count=1, back=1, ahead_blocks=1, size=8),
+    patterns.Random(size=8, index=1, of=2, skip=1, back=0),
+    patterns.Random(size=64, index=0, of=2, skip=1, back=0, blocks=5), patterns.Dilated(width=4, dilation=3),
+    patterns.DilatedBand(before=2, after=1, dilation=3), patterns.Strided(stride=5), Columns(size=160, last=3),
     Ranks(size=8, last=3),
-]
+]  # fmt: skip
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 COMPILERS = ("c++", "g++", "clang++")
 compiles = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler")
-LOW = (torch.float32, torch.bfloat16, torch.float16)
+MASK = mask_with([(9, 25, 6), (0, 33, 7)])
+
+
+def qkv(tokens, keys=None, K=6, batch=2, dtype=torch.float32):
+    keys = tokens if keys is None else keys
+    shapes = (4, tokens, K), (2, keys, K), (2, keys, 5)
+    return [normal(batch, *shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes)]
+
+
+def rows_of(T, S):
+    """Return rows that differ: the T queries are the last of S keys, or begin elsewhere."""
+    documents = {"q_start": S - T, "doc_ids": (torch.arange(2 * S) // 17).view(2, S)}
+    starts = torch.tensor([S, 12])
+    return {
+        "documents": documents,
+        "documents and lengths": {**documents, "lengths": torch.tensor([0, S - 10])},
+        "lengths": {"q_start": S - T, "lengths": torch.tensor([S, 31])},
+        "starts": {"q_start": starts, "k_start": starts - (S - T)},
+        "elsewhere": {"q_start": S - T + 7, "k_start": -10},
+    }
 
 
 @pytest.fixture
-def qkv(random):
-    def make(tokens, keys=None, heads=4, kv_heads=2, K=6, V=5, batch=2, dtype=torch.float32):
-        keys = tokens if keys is None else keys
-        shapes = (heads, tokens, K), (kv_heads, keys, K), (kv_heads, keys, V)
-        return [random(batch, *shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes)]
-
-    return make
-
-
-@pytest.fixture
-def plain_form(monkeypatch):
-    """The dispatch runs the plain form."""
+def plain_masks(monkeypatch):
+    """The dispatch runs the plain form; the list of its block masks."""
+    made, run = [], flex._run
+    monkeypatch.setattr(flex, "_run", lambda q, k, v, mask, *rest: made.append(mask) or run(q, k, v, mask, *rest))
     monkeypatch.setattr(flex, "attend", functools.partial(flex.attend, compiled=False))
+    return made
+
+
+plain_form = pytest.mark.usefixtures("plain_masks")
 
 
 def assert_is_the_definition(inputs, pattern, with_lse=True, **options):
@@ -98,10 +85,50 @@ def test_every_pattern_is_tried():
     assert {type(pattern).__name__ for pattern in PATTERNS} == set(Pattern.registry)
 
 
-@pytest.mark.usefixtures("plain_form")
+@plain_form
 @every_pattern
-def test_every_pattern_is_its_definition(pattern, qkv):
+def test_every_pattern_is_its_definition(pattern):
     assert_is_the_definition(qkv(150), pattern)
+
+
+@plain_form
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+def test_every_dtype_stays_in_budget(dtype):
+    assert_is_the_definition(qkv(70, dtype=dtype), Segments(size=16))
+
+
+@plain_form
+@pytest.mark.parametrize("pattern", [Causal(), Full(), Segments(size=7, back=2)], ids=repr)
+@pytest.mark.parametrize("rows", rows_of(30, 150))
+def test_rows_may_differ(pattern, rows):
+    assert_is_the_definition(qkv(30, 150), pattern, **rows_of(30, 150)[rows])
+
+
+@plain_form
+def test_padding_and_cross_attention():
+    assert_is_the_definition(qkv(40), Window(width=9), mask=MASK)
+    assert_is_the_definition(qkv(20, 30), Full(), key_lengths=torch.tensor([0, 13]))
+
+
+@plain_form
+def test_more_queries_than_keys_may_see_none():
+    inputs = qkv(300, 100)
+    assert_is_the_definition(inputs, Window(width=20))
+    out = block_attention(*inputs, Window(width=20), backend="flex")
+    assert_exact(out[:, :, 119:], torch.zeros_like(out[:, :, 119:]))
+
+
+@plain_form
+def test_leaves_without_a_graph_are_taken():
+    q, k, v = (x.requires_grad_() for x in qkv(20))
+    with torch.no_grad():
+        out = block_attention(q, k, v, Causal(), backend="flex")
+    assert not out.requires_grad
+
+
+def assert_same_blocks(mask, expected, names):
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", *names):
+        assert_exact(getattr(mask, name), getattr(expected, name), name)
 
 
 @every_pattern
@@ -110,75 +137,16 @@ def test_the_blocks_are_those_of_the_dense_mask(pattern, tokens, keys):
     mask = flex._standing_mask(pattern, tokens, keys, torch.device("cpu"))
     expected = create_block_mask(lambda b, h, t, s: pattern.allowed(t, s), 1, 1, tokens, keys, device="cpu")
     assert mask.seq_lengths == expected.seq_lengths
-    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices"):
-        assert_exact(getattr(mask, name), getattr(expected, name), name)
-
-
-@pytest.mark.usefixtures("plain_form")
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_every_dtype_stays_in_budget(dtype, qkv):
-    assert_is_the_definition(qkv(70, dtype=dtype), Segments(size=16))
-
-
-ROWS = {
-    "lengths": {"lengths": torch.tensor([150, 31])},
-    "starts": {"q_start": torch.tensor([30, 12]), "k_start": torch.tensor([10, -8]) - 100},
-    "documents": {"q_start": 120, "doc_ids": (torch.arange(300) // 17).view(2, 150)},
-    "documents and lengths": {
-        "q_start": 120,
-        "doc_ids": (torch.arange(300) // 17).view(2, 150),
-        "lengths": torch.tensor([0, 140]),
-    },
-    "elsewhere": {"q_start": 100, "k_start": -10},
-}
-
-
-@pytest.mark.usefixtures("plain_form")
-@pytest.mark.parametrize("pattern", [Causal(), Full(), Segments(size=7, back=2)], ids=repr)
-@pytest.mark.parametrize("rows", ROWS)
-def test_rows_may_differ(pattern, rows, qkv):
-    options = dict(ROWS[rows])
-    if rows == "lengths" and pattern.causal:
-        options["q_start"] = 120
-    if rows == "starts":
-        options["k_start"] = options["q_start"] - 120
-    assert_is_the_definition(qkv(30, 150), pattern, **options)
-
-
-@pytest.fixture
-def last_mask(monkeypatch):
-    """The block mask of the last call, which runs the plain form."""
-    made, run = [], flex._run
-    monkeypatch.setattr(flex, "_run", lambda q, k, v, mask, *rest: made.append(mask) or run(q, k, v, mask, *rest))
-    monkeypatch.setattr(flex, "attend", functools.partial(flex.attend, compiled=False))
-    return lambda: made[-1]
+    assert_same_blocks(mask, expected, ("q_num_blocks", "q_indices"))
 
 
 @pytest.mark.parametrize("pattern", [Causal(), Window(width=20), Band(before=30, after=200), Sinks(count=3, back=0)])
-@pytest.mark.parametrize("rows", ["documents and lengths", "lengths", "starts", "elsewhere"])
-def test_the_blocks_of_rows_are_those_of_the_dense_mask(rows, pattern, last_mask, qkv):
-    T, S = 300, 450
-    options = {
-        "documents and lengths": {
-            "q_start": S - T,
-            "doc_ids": (torch.arange(2 * S) // 200).view(2, S),
-            "lengths": torch.tensor([0, 440]),
-        },
-        "lengths": {"q_start": S - T, "lengths": torch.tensor([450, 31])},
-        "starts": {"q_start": torch.tensor([500, 12]), "k_start": torch.tensor([500, 12]) - (S - T)},
-        "elsewhere": {"q_start": 260, "k_start": -10},
-    }
-    block_attention(*qkv(T, S), pattern, backend="flex", **options[rows])
-    expected = create_block_mask(last_mask().mask_mod, last_mask().kv_num_blocks.shape[0], 1, T, S, device="cpu")
-    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
-        assert_exact(getattr(last_mask(), name), getattr(expected, name), name)
-
-
-@pytest.mark.usefixtures("plain_form")
-def test_more_queries_than_keys_may_see_none(qkv):
-    assert_is_the_definition(qkv(300, 100), Window(width=20))
-    out, _ = block_attention_with_lse(*qkv(300, 100), Window(width=20), backend="flex")
-    assert_exact(out[:, :, 119:], torch.zeros_like(out[:, :, 119:]))
+@pytest.mark.parametrize("rows", rows_of(200, 300))
+def test_the_blocks_of_rows_are_those_of_the_dense_mask(rows, pattern, plain_masks):
+    block_attention(*qkv(200, 300), pattern, backend="flex", **rows_of(200, 300)[rows])
+    (mask,) = plain_masks
+    expected = create_block_mask(mask.mask_mod, mask.kv_num_blocks.shape[0], 1, 200, 300, device="cpu")
+    assert_same_blocks(mask, expected, ())
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -199,39 +167,31 @@ def test_a_window_is_looked_at_and_no_more(documents, monkeypatch):
     assert max(looked) <= 2 * flex.BLOCK * 2 * flex.BLOCK
 
 
-@pytest.mark.usefixtures("plain_form")
-def test_padding_and_cross_attention(qkv):
-    assert_is_the_definition(qkv(40), Window(width=9), mask=mask_with([(9, 25, 6), (0, 33, 7)]))
-    assert_is_the_definition(qkv(20, 30), Full(), key_lengths=torch.tensor([0, 13]))
-
-
-@pytest.mark.slow
-@compiles
-def test_a_second_call_of_a_shape_does_not_compile_again(qkv):
+@pytest.fixture(params=["eager", pytest.param("inductor", marks=[pytest.mark.slow, compiles])])
+def graphs(request, monkeypatch):
+    """The number of graphs that were compiled, by a backend of torch."""
+    monkeypatch.setattr(flex.torch, "compile", functools.partial(torch.compile, backend=request.param))
     flex._graph.cache_clear()
     counters.clear()
-    for tokens in (200, 200, 300, 200, 300):
-        assert_is_the_definition(qkv(tokens), Segments(size=70), with_lse=False)
-    assert counters["stats"]["unique_graphs"] == 2
-    assert flex._graph.cache_info().misses == 2
-
-
-@compiles
-def test_the_steps_of_a_decoder_share_one_graph(qkv):
+    yield lambda: counters["stats"]["unique_graphs"]
     flex._graph.cache_clear()
-    counters.clear()
+
+
+def test_a_shape_is_compiled_once_and_shapes_are_counted_apart(graphs):
+    with torch._dynamo.config.patch(recompile_limit=2):  # of each code object
+        for tokens in (200, 200, 300, 200, 300, 400, 500):
+            assert_is_the_definition(qkv(tokens, batch=1), Segments(size=70), with_lse=False)
+    assert graphs() == flex._graph.cache_info().misses == 4
+
+
+def test_the_steps_of_a_decoder_share_one_graph(graphs):
     for position in (60, 61, 80):
         inputs, starts = qkv(1, 40, K=8), {"q_start": position, "k_start": position - 39}
         assert_is_the_definition(inputs, Window(width=40), with_lse=False, **starts)
-    assert counters["stats"]["unique_graphs"] == 1
+    assert graphs() == 1
 
 
-def test_graphs_are_counted_apart_and_their_number_is_bounded(qkv, monkeypatch):
-    """One code object would reach Dynamo's limit after a few shapes."""
-    monkeypatch.setattr(flex.torch, "compile", functools.partial(torch.compile, backend="eager"))
-    flex._graph.cache_clear()
-    for tokens in range(1, torch._dynamo.config.recompile_limit + 4):
-        assert_is_the_definition(qkv(tokens, batch=1), Causal(), with_lse=False)
+def test_the_number_of_kept_graphs_is_bounded():
     for size in range(1, 2 * flex.GRAPHS):
         flex._graph((size,))
     assert flex._graph.cache_info().currsize == flex.GRAPHS
@@ -247,7 +207,7 @@ def test_masks_are_kept_and_their_number_is_bounded():
     assert flex._standing_mask.cache_info().currsize == flex.MASKS
 
 
-def test_kept_masks_serve_training_after_inference(qkv):
+def test_kept_masks_serve_training_after_inference():
     flex._standing_mask.cache_clear()
     flex._standing_blocks.cache_clear()
     with torch.inference_mode():
@@ -257,25 +217,18 @@ def test_kept_masks_serve_training_after_inference(qkv):
     assert not any(x.is_inference() for x in mask.as_tuple() if isinstance(x, torch.Tensor))
 
 
-OPTIONS = {
-    "standing": {},
-    "elsewhere": {"q_start": 7},
-    "documents": {"doc_ids": (torch.arange(300) // 17).view(2, 150)},
-}
+@pytest.mark.parametrize("rows", ["standing", "documents", pytest.param("elsewhere", marks=pytest.mark.slow)])
+def test_a_callers_graph_takes_it_in(rows):
+    options = {} if rows == "standing" else rows_of(150, 150)[rows]
 
-
-@pytest.mark.parametrize("rows", OPTIONS)
-def test_a_callers_graph_takes_it_in(rows, qkv):
     def run(*x):
-        return block_attention_with_lse(*x, Segments(size=70), backend="flex", **OPTIONS[rows])
+        return block_attention_with_lse(*x, Segments(size=70), backend="flex", **options)
 
     inputs = qkv(150)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    for actual, expected in zip(compiled(*inputs), run(*inputs), strict=True):
-        assert_exact(actual, expected)
+    assert_all_exact(torch.compile(run, fullgraph=True, backend="aot_eager")(*inputs), run(*inputs))
 
 
-def test_a_callers_graph_has_one_size_and_keeps_its_mask(qkv):
+def test_a_callers_graph_has_one_size_and_keeps_its_mask():
     sizes = []
 
     def backend(graph, _):
@@ -283,11 +236,11 @@ def test_a_callers_graph_has_one_size_and_keeps_its_mask(qkv):
         return graph.forward
 
     flex._standing_blocks.cache_clear()
-    for tokens in (100, 1000):
+    for tokens in (100, 400):
         torch._dynamo.reset()
         run = torch.compile(lambda *x: block_attention(*x, Causal(), backend="flex"), fullgraph=True, backend=backend)
-        for _ in range(3):
-            run(*qkv(tokens))
+        for _ in range(2):
+            run(*qkv(tokens, batch=1))
     assert len(set(sizes)) == 1
     assert len(sizes) == flex._standing_blocks.cache_info().misses == 2
 
@@ -298,41 +251,19 @@ def test_the_op_of_blocks_is_sound():
         torch.library.opcheck(flex.listed_blocks, (Causal().key(), 2, 300, 300, at.device, *slots))
 
 
-@pytest.mark.usefixtures("plain_form")
-def test_leaves_without_a_graph_are_taken(qkv):
-    q, k, v = (x.requires_grad_() for x in qkv(20))
-    with torch.no_grad():
-        out = block_attention(q, k, v, Causal(), backend="flex")
-    assert not out.requires_grad
-
-
 X = torch.zeros(2, 2, 5, 6)
+NO_GRADIENTS = "has no gradients on a CPU, got inputs that require one; valid: reference, "
 ERRORS = {
-    "gradients": (
-        lambda: block_attention(X.clone().requires_grad_(), X, X, Causal(), backend="flex"),
-        "backend 'flex' of block_attention has no gradients on a CPU, got inputs that require one; valid: reference, ",
-    ),
-    "dtype": (
-        lambda: block_attention(X, X.double(), X, Causal(), backend="flex"),
-        "backend 'flex' of block_attention computes in float32, bfloat16, float16, got torch.float64",
-    ),
-    "dropout": (
-        lambda: block_attention(X, X, X, Causal(), dropout_p=0.5, backend="flex"),
-        r"backend 'flex' of block_attention has no dropout, got dropout_p=0\.5; valid: reference, torch, sequential",
-    ),
+    "gradients": ({"q": X.clone().requires_grad_()}, NO_GRADIENTS),
+    "dtype": ({"k": X.double()}, "computes in float32, bfloat16, float16, got torch.float64"),
+    "dropout": ({"dropout_p": 0.5}, r"has no dropout, got dropout_p=0\.5; valid: reference, torch, sequential"),
 }
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_what_does_not_fit_is_refused(case):
-    call, match = ERRORS[case]
-    with pytest.raises(ValueError, match=match):
-        call()
-
-
-def test_the_entry_takes_slots_as_they_are(qkv):
-    q, k, v = qkv(20)
-    out, lse = flex.attend(q, k, v, Causal(), Slots(0, 0), 0.4, compiled=False)
-    expected = block_attention_with_lse(q, k, v, Causal(), scale=0.4, backend="flex")
-    assert_exact(out, expected[0])
-    assert_exact(lse, expected[1])
+def test_options_that_it_lacks_are_refused(case):
+    options, match = ERRORS[case]
+    inputs = [options.get(name, X) for name in "qkv"]
+    rest = {name: option for name, option in options.items() if name not in "qkv"}
+    with pytest.raises(ValueError, match=f"backend 'flex' of block_attention {match}"):
+        block_attention(*inputs, Causal(), backend="flex", **rest)

@@ -16,6 +16,12 @@ def count(f):
     return counter.get_total_flops()
 
 
+def forward_and_backward(f):
+    """Count the operations of `f`, and of the backward pass through its output."""
+    outs = []
+    return count(lambda: outs.append(f())), count(lambda: outs[0].sum().backward())
+
+
 def inputs(*shapes, grad=False):
     return [torch.randn(shape, requires_grad=grad) for shape in shapes]
 
@@ -53,23 +59,15 @@ def test_long_scans_cost_in_proportion_to_their_tokens():
         assert formula(4096, 16, 16) == 2 * formula(2048, 16, 16)
 
 
-def test_torch_counts_full_attention_as_its_two_products():
-    q, k, v = inputs((2, 3, 10, 8), (2, 3, 10, 8), (2, 3, 10, 8))
-    plain = count(lambda: q @ k.mT @ v)
-    assert count(lambda: block_attention(q, k, v, Full())) == plain == 2 * 3 * 2 * 10 * 10 * (8 + 8)
-
-
-@pytest.mark.parametrize("pattern", [Causal(), Window(width=5), Segments(size=16)])
-def test_torch_counts_attention_with_the_formula(pattern):
-    q, k, v = inputs((2, 3, 40, 8), (2, 3, 40, 8), (2, 3, 40, 8))
-    expected = 2 * 3 * flops.attention_flops(static_groups(pattern, 0, 40, 0, 40), 8, 8)
-    assert count(lambda: block_attention(q, k, v, pattern)) == expected > 0
-
-
-def test_torch_counts_ragged_attention_too():
-    q, k, v = inputs((2, 3, 8, 8), (2, 3, 8, 8), (2, 3, 8, 8))
-    start = torch.tensor([3, 0])
-    assert count(lambda: block_attention(q, k, v, Causal(), q_start=start, k_start=start)) == 2 * 3 * 2 * 8 * 8 * 16
+def test_torch_counts_attention_with_the_formula():
+    shape, q_k = (2, 3, 40, 8), 2 * 8 * 2
+    q, k, v = inputs(shape, shape, shape)
+    for pattern in (Full(), Causal(), Window(width=5), Segments(size=16)):
+        expected = 2 * 3 * flops.attention_flops(static_groups(pattern, 0, 40, 0, 40), 8, 8)
+        assert count(lambda p=pattern: block_attention(q, k, v, p)) == expected > 0
+    assert count(lambda: block_attention(q, k, v, Full())) == count(lambda: q @ k.mT @ v) == 2 * 3 * 40 * 40 * q_k
+    start = torch.tensor([3, 0])  # ragged
+    assert count(lambda: block_attention(q, k, v, Causal(), q_start=start, k_start=start)) == 2 * 3 * 40 * 40 * q_k
 
 
 def test_torch_counts_the_scans_with_their_formulas():
@@ -80,36 +78,54 @@ def test_torch_counts_the_scans_with_their_formulas():
     assert count(lambda: running_softmax(q.softmax(-1), i, v)) == 6 * flops.running_softmax_flops(70, 4, 5)
 
 
-@pytest.mark.parametrize(
-    "f",
-    [
-        lambda q, i, v: gated_scan(q, i, v, None).out,
-        lambda q, i, v: running_softmax(q.softmax(-1), i, v).out,
-        lambda q, i, v: block_attention(q, i, v, Window(width=7)),
-    ],
-    ids=["gated_scan", "running_softmax", "block_attention"],
-)
-def test_a_backward_pass_costs_five_products_where_the_forward_has_two(f):
+FORMS = {
+    "gated_scan": lambda q, i, v: gated_scan(q, i, v, None).out,
+    "running_softmax": lambda q, i, v: running_softmax(q.softmax(-1), i, v).out,
+    "block_attention": lambda q, i, v: block_attention(q, i, v, Window(width=7)),
+    "torch's attention": torch.nn.functional.scaled_dot_product_attention,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_backward_pass_costs_five_products_where_the_forward_has_two(form):
     q, i, v = inputs((2, 3, 70, 4), (2, 3, 70, 4), (2, 3, 70, 4), grad=True)
-    forward = count(lambda: f(q, i, v))
-    out = f(q, i, v)
-    assert 2 * count(lambda: out.sum().backward()) == 5 * forward > 0
+    forward, backward = forward_and_backward(lambda: FORMS[form](q, i, v))
+    assert 2 * backward == 5 * forward > 0
+    if form == "torch's attention":
+        assert forward == 2 * 3 * 2 * 70 * 70 * (4 + 4)
 
 
-def test_torch_counts_the_fused_cpu_attention():
-    q, k, v = inputs((2, 3, 10, 8), (2, 3, 10, 8), (2, 3, 10, 8), grad=True)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    assert count(lambda: attend(q, k, v)) == 2 * 3 * 2 * 10 * 10 * (8 + 8)
-    out = attend(q, k, v)
-    assert 2 * count(lambda: out.sum().backward()) == 5 * count(lambda: attend(q, k, v))
+@pytest.mark.parametrize(
+    ("pattern", "entries"), [(Full(), 100 * 100), (Window(width=17), 16 * 16 + 16 * 32 * 5 + 4 * 20)], ids=repr
+)
+def test_attention_in_sequence_computes_only_the_chunks_within_reach(pattern, entries):
+    (q,) = inputs((2, 3, 100, 4), grad=True)
+    options = {"chunk_size": (16, 64), "backend": "sequential"}
+    forward, backward = forward_and_backward(lambda: block_attention(q, q, q, pattern, **options))
+    assert forward == 2 * 3 * entries * 2 * (4 + 4)
+    assert backward == 2 * 3 * entries * 2 * (3 * 4 + 2 * 4)
+
+
+@pytest.mark.parametrize(("form", "products"), [("scan", 5), ("mean", 6), ("softmax", 5)])
+def test_scans_in_sequence_count_their_products(form, products):
+    q, i, v = inputs((2, 3, 20, 4), (2, 3, 20, 4), (2, 3, 20, 5), grad=True)
+
+    def run():
+        if form == "softmax":
+            return running_softmax(q.softmax(-1), i, v, backend="sequential").out
+        return gated_scan(q.exp(), i.exp(), v, None, normalise=form == "mean", backend="sequential").out
+
+    forward, backward = forward_and_backward(run)
+    assert forward == 2 * 3 * 20 * 4 * 4 * products
+    assert 2 * backward == 5 * forward
 
 
 @pytest.mark.parametrize("with_gradients", [False, True])
 @pytest.mark.parametrize("engine", ["block_attention", "gated_scan", "running_softmax"])
 def test_the_kernels_count_as_the_default_does(engine, with_gradients):
-    q, k, v = (x.float().requires_grad_(with_gradients) for x in inputs((1, 2, 40, 8), (1, 2, 40, 8), (1, 2, 40, 8)))
+    q, k, v = inputs((1, 2, 20, 8), (1, 2, 20, 8), (1, 2, 20, 8), grad=with_gradients)
     run = {
-        "block_attention": lambda backend: block_attention(q, k, v, Segments(size=16), backend=backend),
+        "block_attention": lambda backend: block_attention(q, k, v, Segments(size=8), backend=backend),
         "gated_scan": lambda backend: gated_scan(q.exp(), k.exp(), v, None, normalise=True, backend=backend).out,
         "running_softmax": lambda backend: running_softmax(q.softmax(-1), k, v, backend=backend).out,
     }[engine]

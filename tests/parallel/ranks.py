@@ -1,7 +1,6 @@
-"""The ranks of a context group as threads of one process: what real processes do, without starting them."""
+"""A context group whose ranks are threads of one process."""
 
 import queue
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -9,11 +8,11 @@ import torch
 from subquad.parallel import ContextGroup, Sent
 
 SECONDS = 30
-"""A rank that waits longer for another one is lost."""
+"""Limit of a rank's wait for another one."""
 
 
 class Threads(ContextGroup):
-    """One of `size` threads, which write to one another's letter boxes."""
+    """One of `size` threads, which exchange tensors through queues."""
 
     def __init__(self, rank, size, boxes):
         self.rank, self.size, self.boxes, self.sent = rank, size, boxes, Sent()
@@ -48,10 +47,8 @@ class Threads(ContextGroup):
 
 
 def on_ranks(size, work):
-    """What `work(group)` returns on each rank; the first error that is not a wait for a lost rank is raised."""
-    boxes = defaultdict(queue.SimpleQueue)
-    for pair in ((a, b) for a in range(size) for b in range(size)):
-        boxes[pair]
+    """Return `work(group)` of each rank, or raise the first error that isn't a wait for a lost rank."""
+    boxes = {(a, b): queue.SimpleQueue() for a in range(size) for b in range(size)}
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(work, Threads(rank, size, boxes)) for rank in range(size)]
     errors = [future.exception() for future in futures if future.exception()]

@@ -1,8 +1,9 @@
-"""Other libraries as oracles: how they are imported, and the differences found, printed at the end (`make peers`)."""
+"""Other libraries as oracles (`make peers`): fixtures that import them, and a table of the differences found."""
 
 import importlib
 import warnings
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,14 @@ from subquad.testing import assert_same_maths
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Only `make peers` reads these files: they import other libraries, and register a pattern of their own."""
+    """Only `make peers` reads these files: they import other libraries, and one registers a pattern of its own."""
     return None if config.option.markexpr == "peers" else True
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:  # of all folders
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.peers)
 
 
 _found: dict[tuple[str, str], float] = {}
@@ -20,19 +27,19 @@ _found: dict[tuple[str, str], float] = {}
 
 def _peer(name):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what they say of their own age
+        warnings.simplefilter("ignore")  # deprecations of their own
         return importlib.import_module(name)
 
 
 @pytest.fixture(scope="session")
 def peer():
-    """`peer("module")`: the module of another library. It must be installed: `make peers` does that."""
+    """`peer("module")`: a module of another library, which `make peers` installs."""
     return _peer
 
 
 @pytest.fixture(scope="session")
 def note():
-    """`note("distribution", "what was compared", difference)`: a line of the table that the run ends with."""
+    """`note("distribution", "what was compared", difference)`: a line of the table printed at the end."""
 
     def add(distribution, what, difference):
         key = f"{distribution} {version(distribution)}", what
@@ -43,7 +50,7 @@ def note():
 
 @pytest.fixture(scope="session")
 def agree(note):
-    """`agree("distribution", "what", ours, theirs)`: the same number in float64, and noted."""
+    """`agree("distribution", "what", ours, theirs)`: assert equality in float64, and note the difference."""
 
     def check(distribution, what, ours, theirs):
         note(distribution, what, (ours.detach() - theirs.detach()).abs().max())
@@ -60,7 +67,7 @@ def random():
 
 @pytest.fixture
 def double():
-    """`double(make)`: what `make` makes, with the same random weights at every call, in float64 and eval mode."""
+    """`double(make)`: `make()` in float64 and eval mode, with the same random weights at every call."""
 
     def convert(make):
         torch.manual_seed(0)
@@ -71,7 +78,7 @@ def double():
 
 @pytest.fixture(scope="session")
 def exact_rotary():
-    """`exact_rotary(module)`: its rotary frequencies, kept in float32, computed anew in float64."""
+    """`exact_rotary(module)`: the module with its float32 rotary frequencies recomputed in float64."""
 
     def repair(module):
         for part in module.modules():
@@ -84,7 +91,7 @@ def exact_rotary():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The table of what was compared."""
+    """Print the largest differences."""
     if _found:
         terminalreporter.section("largest differences")
         for (library, what), difference in sorted(_found.items()):

@@ -7,7 +7,6 @@ from subquad.attention import build
 from subquad.ops import gated_scan
 from subquad.testing import assert_exact, assert_same_maths
 
-pytestmark = pytest.mark.peers
 DIM, HEADS, K, TOKENS = 32, 2, 16, 48
 
 

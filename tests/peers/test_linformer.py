@@ -5,16 +5,14 @@ import torch
 
 from subquad.attention import build
 
-pytestmark = pytest.mark.peers
 DIM, HEADS, TOKENS, PROJECTED = 32, 4, 40, 6
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, 23])
 @pytest.mark.parametrize("share", [False, True])
 def test_the_same_weights_give_the_same_outputs(peer, agree, double, random, share, tokens):
-    theirs = double(
-        lambda: peer("linformer").LinformerSelfAttention(DIM, TOKENS, k=PROJECTED, heads=HEADS, share_kv=share)
-    )
+    options = {"k": PROJECTED, "heads": HEADS, "share_kv": share}
+    theirs = double(lambda: peer("linformer").LinformerSelfAttention(DIM, TOKENS, **options))
     options = {"max_tokens": TOKENS, "projected": PROJECTED, "sharing": "key_value" if share else "heads"}
     ours = double(lambda: build("linformer", dim=DIM, num_heads=HEADS, **options))
     with torch.no_grad():

@@ -8,7 +8,6 @@ from subquad.ops import block_attention
 from subquad.ops.patterns import Blocks
 from subquad.testing import assert_same_maths
 
-pytestmark = pytest.mark.peers
 DIM, HEADS, K = 32, 2, 16
 
 

@@ -6,7 +6,6 @@ import torch
 from subquad.attention import build
 from subquad.testing import assert_exact, assert_same_maths
 
-pytestmark = pytest.mark.peers
 DIM, HEADS, GROUP, TOKENS = 32, 4, 8, 32
 
 
@@ -26,7 +25,7 @@ def parts(double, random):
     layer = double(lambda: build("shifted", dim=DIM, num_heads=HEADS, group=GROUP))
     x = random(2, TOKENS, DIM)
     other = x.clone()
-    other[:, -1] += 1  # the last token alone
+    other[:, -1] += 1  # only the last token
 
     def project(x):
         return layer.queries(x), layer.keys(x), layer.values(x)

@@ -8,25 +8,14 @@ from subquad.models.build import build_model
 from subquad.models.config import DecoderConfig
 from subquad.testing import assert_same_maths
 
-pytestmark = pytest.mark.peers
 VOCAB, HEADS, PREFIX, LATENTS, LAYERS = 50, 2, 20, 12, 3
 WHAT = "perceiver-ar-pytorch"
 
 
 def ours(head=32, latents=LATENTS):
-    return build_model(
-        DecoderConfig(
-            vocab_size=VOCAB,
-            dim=HEADS * head,
-            num_layers=LAYERS,
-            num_heads=HEADS,
-            attention="perceiver_ar",
-            options={"perceiver_ar": {"latents": latents}},
-            norm="layer",
-            feedforward="gelu",
-            tie_embeddings=False,
-        )
-    )
+    sizes = {"vocab_size": VOCAB, "dim": HEADS * head, "num_layers": LAYERS, "num_heads": HEADS}
+    kinds = {"attention": "perceiver_ar", "norm": "layer", "feedforward": "gelu", "tie_embeddings": False}
+    return build_model(DecoderConfig(**sizes, **kinds, options={"perceiver_ar": {"latents": latents}}))
 
 
 @pytest.fixture
@@ -34,22 +23,20 @@ def theirs(peer, double, exact_rotary):
     def make(head=32):
         model = peer("perceiver_ar_pytorch").PerceiverAR
         shape = {"num_tokens": VOCAB, "dim": HEADS * head, "depth": LAYERS - 1, "heads": HEADS, "dim_head": head}
-        return exact_rotary(
-            double(lambda: model(max_seq_len=PREFIX + LATENTS, cross_attn_seq_len=PREFIX, dropout=0.0, **shape))
-        )
+        shape |= {"max_seq_len": PREFIX + LATENTS, "cross_attn_seq_len": PREFIX, "dropout": 0.0}
+        return exact_rotary(double(lambda: model(**shape)))
 
     return make
 
 
 @torch.no_grad()
 def copied(theirs, ours):
-    """Our model with the peer's weights; its added positions and biases, which we have not, are set to zero there."""
+    """Copy the peer's weights to our model, after zeroing its added positions and biases, which ours lacks."""
     theirs.pos_emb.weight.zero_()
     ours.embedding.tokens.weight.copy_(theirs.token_emb.weight)
     ours.head.weight.copy_(theirs.to_logits.weight)
-    for n, (block, (attention, feedforward)) in enumerate(
-        zip(ours.layers, [*theirs.perceive_layers, *theirs.layers], strict=True)
-    ):
+    pairs = zip(ours.layers, [*theirs.perceive_layers, *theirs.layers], strict=True)
+    for n, (block, (attention, feedforward)) in enumerate(pairs):
         mixer = block.attention
         if n:
             q, k, v = attention.to_qkv.weight.chunk(3)
@@ -75,11 +62,9 @@ def test_the_whole_model(theirs, double, agree, tokens):
     model = copied(peer, double(ours))
     agree(WHAT, "logits of all latents", model(tokens)[0], peer(tokens))
     agree(WHAT, "loss", model.loss(tokens, tokens), peer(tokens, labels=tokens))
-    gradients = [
-        torch.autograd.grad(m(tokens)[0].square().sum() if m is model else m(tokens).square().sum(), weight)[0]
-        for m, weight in ((model, model.embedding.tokens.weight), (peer, peer.token_emb.weight))
-    ]
-    agree(WHAT, "gradient of the embeddings", *gradients)
+    (gradient,) = torch.autograd.grad(model(tokens)[0].square().sum(), model.embedding.tokens.weight)
+    (theirs,) = torch.autograd.grad(peer(tokens).square().sum(), peer.token_emb.weight)
+    agree(WHAT, "gradient of the embeddings", gradient, theirs)
 
 
 def test_token_zero_does_not_count_in_its_loss(theirs, double, agree, tokens):
@@ -87,15 +72,11 @@ def test_token_zero_does_not_count_in_its_loss(theirs, double, agree, tokens):
     model = copied(peer, double(ours))
     labels = tokens.clone()
     labels[:, ::2] = 0
-    logits = model(tokens)[0]
-    expected = F.cross_entropy(logits.flatten(0, 1), labels[:, PREFIX:].flatten())
+    logits, predicted = model(tokens)[0].flatten(0, 1), labels[:, PREFIX:].flatten()
+    expected = F.cross_entropy(logits, predicted)
     assert_same_maths(model.loss(tokens, labels), expected, "our loss counts every token")
-    agree(
-        WHAT,
-        "error: labels of 0 are left out of the loss",
-        peer(tokens, labels=labels),
-        F.cross_entropy(logits.flatten(0, 1), labels[:, PREFIX:].flatten(), ignore_index=0),
-    )
+    without = F.cross_entropy(logits, predicted, ignore_index=0)
+    agree(WHAT, "error: labels of 0 are left out of the loss", peer(tokens, labels=labels), without)
     assert peer(tokens, labels=torch.zeros_like(tokens)).isnan()
 
 

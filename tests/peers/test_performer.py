@@ -5,7 +5,6 @@ import pytest
 from subquad.attention import build
 from subquad.testing import assert_exact
 
-pytestmark = pytest.mark.peers
 DIM, HEADS, K, FEATURES, TOKENS = 32, 2, 16, 24, 50
 
 
@@ -19,12 +18,10 @@ def layers(module, double):
     """Our layer, and the peer's attention with the same directions."""
 
     def make(causal, kernel):
-        ours = double(
-            lambda: build("performer", dim=DIM, num_heads=HEADS, causal=causal, kernel=kernel, features=FEATURES)
-        )
-        theirs = double(
-            lambda: module.FastAttention(K, nb_features=FEATURES, causal=causal, generalized_attention=kernel == "relu")
-        )
+        options = {"causal": causal, "kernel": kernel, "features": FEATURES}
+        ours = double(lambda: build("performer", dim=DIM, num_heads=HEADS, **options))
+        options = {"nb_features": FEATURES, "causal": causal, "generalized_attention": kernel == "relu"}
+        theirs = double(lambda: module.FastAttention(K, **options))
         theirs.projection_matrix.copy_(ours.directions)
         return ours, theirs
 
@@ -35,13 +32,19 @@ def parts(layer, x):
     return layer.split(layer.query(x)), layer.split(layer.key(x)), layer.split(layer.value(x))
 
 
-def test_bidirectional_without_its_eps(module, layers, agree, random):
-    ours, theirs = layers(causal=False, kernel="softmax")
+@pytest.mark.parametrize("causal", [False, True])
+def test_without_its_eps_the_forms_are_close(module, layers, agree, random, causal):
+    """Causal: while its leak is small."""
+    ours, theirs = layers(causal=causal, kernel="softmax")
     x = random(2, TOKENS, DIM)
     q, k, v = parts(ours, x)
     features = {"projection_matrix": theirs.projection_matrix, "eps": 0.0}
     q, k = (module.softmax_kernel(y, is_query=n == 0, **features) for n, y in enumerate((q, k)))
-    agree("performer-pytorch", "bidirectional, eps 0", ours(x)[0], ours.merge(module.linear_attention(q, k, v)))
+    if causal:
+        out = module.causal_linear_attention_noncuda(q, k, v, eps=0.0)
+    else:
+        out = module.linear_attention(q, k, v)
+    agree("performer-pytorch", f"{'causal' if causal else 'bidirectional'}, eps 0", ours(x)[0], ours.merge(out))
 
 
 def test_its_default_eps_is_not_the_estimate_of_the_paper(layers, note, random):
@@ -75,13 +78,3 @@ def test_its_causal_softmax_features_leak_the_future_and_ours_do_not(layers, not
     note("performer-pytorch", "leak: past outputs, causal, later inputs x5", (after - before).abs().max())
     assert (after - before).abs().max() > 1e-2
     assert_exact(*past(lambda x: ours(x)[0]), "our past outputs")
-
-
-def test_where_the_leak_is_small_the_causal_forms_are_close(module, layers, agree, random):
-    ours, theirs = layers(causal=True, kernel="softmax")
-    x = random(2, TOKENS, DIM)
-    q, k, v = parts(ours, x)
-    features = {"projection_matrix": theirs.projection_matrix, "eps": 0.0}
-    q, k = (module.softmax_kernel(y, is_query=n == 0, **features) for n, y in enumerate((q, k)))
-    out = ours.merge(module.causal_linear_attention_noncuda(q, k, v, eps=0.0))
-    agree("performer-pytorch", "causal, eps 0", ours(x)[0], out)

@@ -11,27 +11,22 @@ from subquad.ops import block_attention
 from subquad.ops.patterns import Pattern
 from subquad.testing import assert_in_budget, assert_same_maths
 
-pytestmark = pytest.mark.peers
 DIM, HEADS, K, TOKENS = 32, 2, 16, 64
 
 
 @torch.no_grad()
 def copy(pairs):
-    """Weights and biases of linear layers and norms."""
+    """Copy weights and biases of linear layers and norms from theirs to ours."""
     for ours, theirs in pairs:
         ours.weight.copy_(theirs.weight)
         ours.bias.copy_(theirs.bias)
 
 
-# Longformer.
-
-
 @pytest.mark.parametrize("num_global", [1, 3])
 def test_longformer_with_global_tokens_first(peer, double, note, random, num_global):
     width = 8
-    config = peer("transformers").LongformerConfig(
-        hidden_size=DIM, num_attention_heads=HEADS, attention_window=[width], attention_probs_dropout_prob=0.0
-    )
+    sizes = {"hidden_size": DIM, "num_attention_heads": HEADS, "attention_window": [width]}
+    config = peer("transformers").LongformerConfig(**sizes, attention_probs_dropout_prob=0.0)
     library = peer("transformers.models.longformer.modeling_longformer")
     theirs = double(lambda: library.LongformerSelfAttention(config, layer_id=0))
     options = {"causal": False, "bias": True, "width": width + 1, "num_global": num_global}
@@ -44,21 +39,14 @@ def test_longformer_with_global_tokens_first(peer, double, note, random, num_glo
         ours.out.bias.zero_()
     x = random(2, TOKENS, DIM)
     is_global = (torch.arange(TOKENS) < num_global).expand(2, TOKENS)
-    y = theirs(
-        x,
-        attention_mask=is_global.double() * 10_000,
-        is_index_masked=torch.zeros_like(is_global),
-        is_index_global_attn=is_global,
-        is_global_attn=True,
-    )[0]
+    masks = {"is_index_masked": torch.zeros_like(is_global), "is_index_global_attn": is_global, "is_global_attn": True}
+    y = theirs(x, attention_mask=is_global.double() * 10_000, **masks)[0]
     exact = ours(x)[0]
     note("transformers", f"Longformer, {num_global} global (its softmax is float32)", (y - exact).abs().max())
     # Its softmax is taken in float32 whatever the input, so it is held to the budget of float32.
     plain = ours.float()(x.float())[0]
     assert_in_budget(y, plain, exact, torch.float32, "Longformer")
 
-
-# BigBird.
 
 BLOCK, RANDOM = 8, 2
 TABLES: dict[int, torch.Tensor] = {}
@@ -81,9 +69,8 @@ class BlockTable(Pattern):
 @pytest.fixture
 def bigbird(peer, double):
     library = peer("transformers.models.big_bird.modeling_big_bird")
-    config = peer("transformers").BigBirdConfig(
-        hidden_size=DIM, num_attention_heads=HEADS, block_size=BLOCK, num_random_blocks=RANDOM
-    )
+    sizes = {"hidden_size": DIM, "num_attention_heads": HEADS, "block_size": BLOCK, "num_random_blocks": RANDOM}
+    config = peer("transformers").BigBirdConfig(**sizes)
     layer = double(lambda: library.BigBirdBlockSparseAttention(config, seed=3))
     n = TOKENS * 2 // BLOCK
     real = torch.ones(1, 2 * TOKENS, dtype=torch.float64)
@@ -155,53 +142,27 @@ def test_bigbird_of_ours_is_softmax_over_the_blocks_that_it_says(agree, double, 
     assert ((seen & ~needed).sum(1)[3:-2] == RANDOM).all(), "in evaluation too"
     TABLES[0] = seen
     q, k, v = layer.queries(x), layer.keys(x), layer.values(x)
-    agree(
-        "transformers", "(our BigBird, as a table)", layer(x)[0], layer.merge(block_attention(q, k, v, BlockTable(0)))
-    )
-
-
-# Perceiver.
+    by_table = layer.merge(block_attention(q, k, v, BlockTable(0)))
+    agree("transformers", "(our BigBird, as a table)", layer(x)[0], by_table)
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
 @pytest.mark.parametrize("residual", [True, False])
 def test_perceivers_encoder(peer, double, agree, random, repeats, residual):
     channels, latents, layers = 24, 10, 2
-    config = peer("transformers").PerceiverConfig(
-        d_latents=DIM,
-        d_model=channels,
-        num_latents=latents,
-        num_blocks=repeats,
-        num_self_attends_per_block=layers,
-        num_self_attention_heads=HEADS,
-        num_cross_attention_heads=HEADS,
-        qk_channels=DIM,
-        v_channels=DIM,
-        use_query_residual=residual,
-        attention_probs_dropout_prob=0.0,
-        self_attention_widening_factor=2,
-        cross_attention_widening_factor=2,
-    )
+    widths = {"d_latents": DIM, "d_model": channels, "qk_channels": DIM, "v_channels": DIM}
+    counts = {"num_latents": latents, "num_blocks": repeats, "num_self_attends_per_block": layers}
+    for kind in ("self", "cross"):
+        counts |= {f"num_{kind}_attention_heads": HEADS, f"{kind}_attention_widening_factor": 2}
+    settings = {"use_query_residual": residual, "attention_probs_dropout_prob": 0.0}
+    config = peer("transformers").PerceiverConfig(**widths, **counts, **settings)
     library = peer("transformers.models.perceiver.modeling_perceiver")
     theirs = double(lambda: library.PerceiverEncoder(config, kv_dim=channels))
     options = {"latents": latents, "repeats": repeats, "cross_heads": HEADS, "query_residual": residual}
-    ours = double(
-        lambda: Perceiver(
-            EncoderConfig(
-                dim=DIM,
-                num_layers=layers,
-                num_heads=HEADS,
-                attention="perceiver",
-                options={"perceiver": options},
-                position="none",
-                norm="layer",
-                feedforward="gelu",
-                ff_mult=2,
-                bias=True,
-            ),
-            input_dim=channels,
-        )
-    )
+    sizes = {"dim": DIM, "num_layers": layers, "num_heads": HEADS, "ff_mult": 2, "bias": True}
+    kinds = {"attention": "perceiver", "position": "none", "norm": "layer", "feedforward": "gelu"}
+    shape = EncoderConfig(**sizes, **kinds, options={"perceiver": options})
+    ours = double(lambda: Perceiver(shape, input_dim=channels))
     reading, cross = ours.readings[0], theirs.cross_attention
     copy([(reading.query_norm, cross.attention.self.layernorm1), (reading.input_norm, cross.attention.self.layernorm2)])
     pairs = [(reading, reading, cross)]

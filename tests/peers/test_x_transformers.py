@@ -8,31 +8,28 @@ import torch
 from subquad.models.config import DecoderConfig
 from subquad.models.decoder import Decoder
 
-pytestmark = pytest.mark.peers
 VOCAB, DIM, HEADS, LAYERS, K = 50, 64, 2, 3, 32
 TURN = torch.arange(K).view(2, K // 2).T.flatten()  # its rotary pairs are neighbours, ours half a head apart
 
 
 def turned(weight):
-    """Rows of a query or key projection, each head's channels in our order."""
+    """Reorder the rows of a query or key projection to our order of channels."""
     rows = weight.unflatten(0, (-1, K))
     return torch.empty_like(rows).index_copy_(1, TURN, rows).flatten(0, 1)
 
 
 def scale(norm):
-    """The factor of a norm."""
     return norm.gamma + float(norm.unit_offset)
 
 
 @torch.no_grad()
 def copied(theirs, ours):
-    """Our decoder with the peer's weights (its norms have no bias)."""
+    """Copy the peer's weights to our decoder (its norms have no bias)."""
     ours.embedding.tokens.weight.copy_(theirs.token_emb.emb.weight)
     ours.head.weight.copy_(theirs.to_logits.weight)
     layers = theirs.attn_layers.layers
-    for block, (norms, attention, _), (more_norms, feedforward, _) in zip(
-        ours.layers, layers[::2], layers[1::2], strict=True
-    ):
+    blocks = zip(ours.layers, layers[::2], layers[1::2], strict=True)
+    for block, (norms, attention, _), (more_norms, feedforward, _) in blocks:
         mixer = block.attention
         mixer.query.weight.copy_(turned(attention.to_q.weight))
         mixer.key.weight.copy_(turned(attention.to_k.weight))
@@ -51,39 +48,23 @@ def copied(theirs, ours):
 def test_the_whole_decoder(peer, double, exact_rotary, agree, rotary):
     library = peer("x_transformers")
     options = {"attn_dim_head": K, "rotary_pos_emb": rotary, "rotary_emb_dim": K, "ff_no_bias": True}
-    theirs = exact_rotary(
-        double(
-            lambda: library.TransformerWrapper(
-                num_tokens=VOCAB,
-                max_seq_len=64,
-                use_abs_pos_emb=False,
-                attn_layers=library.Decoder(dim=DIM, depth=LAYERS, heads=HEADS, **options),
-            )
-        )
-    )
+
+    def make():
+        layers = library.Decoder(dim=DIM, depth=LAYERS, heads=HEADS, **options)
+        shape = {"num_tokens": VOCAB, "max_seq_len": 64, "use_abs_pos_emb": False}
+        return library.TransformerWrapper(**shape, attn_layers=layers)
+
+    theirs = exact_rotary(double(make))
     for module in theirs.modules():
         if hasattr(module, "attn_fn"):
             module.attn_fn = partial(torch.softmax, dim=-1)  # instead of a softmax in float32 whatever the input
-    config = DecoderConfig(
-        vocab_size=VOCAB,
-        dim=DIM,
-        num_layers=LAYERS,
-        num_heads=HEADS,
-        attention="full",
-        position="rope" if rotary else "none",
-        norm="layer",
-        feedforward="gelu",
-        tie_embeddings=False,
-    )
+    sizes = {"vocab_size": VOCAB, "dim": DIM, "num_layers": LAYERS, "num_heads": HEADS}
+    kinds = {"attention": "full", "norm": "layer", "feedforward": "gelu", "tie_embeddings": False}
+    config = DecoderConfig(**sizes, **kinds, position="rope" if rotary else "none")
     ours = copied(theirs, double(lambda: Decoder(config)))
     tokens = torch.randint(VOCAB, (2, 40), generator=torch.Generator().manual_seed(0))
     what = "decoder with rotary positions" if rotary else "decoder without positions"
     agree("x-transformers", f"{what}, logits", ours(tokens)[0], theirs(tokens))
-    gradients = [
-        torch.autograd.grad(logits.square().sum(), weight)[0]
-        for logits, weight in (
-            (ours(tokens)[0], ours.embedding.tokens.weight),
-            (theirs(tokens), theirs.token_emb.emb.weight),
-        )
-    ]
-    agree("x-transformers", f"{what}, gradient of the embeddings", *gradients)
+    (gradient,) = torch.autograd.grad(ours(tokens)[0].square().sum(), ours.embedding.tokens.weight)
+    (their_gradient,) = torch.autograd.grad(theirs(tokens).square().sum(), theirs.token_emb.emb.weight)
+    agree("x-transformers", f"{what}, gradient of the embeddings", gradient, their_gradient)

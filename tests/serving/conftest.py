@@ -1,12 +1,10 @@
 """A client of a tiny model, and the folder of a run."""
 
 import pytest
-import torch
 
-from subquad.data import load_tokenizer
 from subquad.generation import BatchDecoder
-from subquad.hf import SubquadConfig, SubquadForCausalLM
 from subquad.serving import ServeConfig
+from tests.cli.folders import save_model
 from tests.serving.helpers import served, tiny_model
 
 
@@ -32,9 +30,5 @@ def client(model):
 def run_folder(tmp_path_factory):
     """A run's folder, named tiny."""
     folder = tmp_path_factory.mktemp("serve") / "tiny"
-    torch.manual_seed(0)
-    shape = {"vocab_size": 256, "dim": 32, "num_layers": 2, "num_heads": 2, "init_std": 0.3}
-    config = SubquadConfig(**shape, attention="llp", options={"llp": {"segment": 16}})
-    SubquadForCausalLM(config).save_pretrained(folder)
-    load_tokenizer("bytes").save(str(folder / "tokenizer.json"))
-    return folder
+    shape = {"dim": 32, "num_layers": 2, "init_std": 0.3, "options": {"llp": {"segment": 16}}}
+    return save_model(folder, tokenizer="bytes", **shape)

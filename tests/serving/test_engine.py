@@ -12,6 +12,7 @@ from subquad.serving import ServeConfig
 from subquad.serving.engine import DownError, Engine
 from subquad.serving.metrics import Metrics
 from tests.serving.helpers import ScriptedDecoder, events, make, served, slow, until
+from tests.training.helpers import raising
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"
@@ -101,7 +102,7 @@ async def test_a_stopping_server_lets_running_sequences_end_for_a_while():
         assert [(event.end, event.limit) for event in ends] == [("length", "tokens"), ("length", "shutdown")]
 
 
-def test_an_error_of_a_request_is_answered_and_the_server_goes_on():
+def test_an_error_of_a_request_or_a_sequence_is_answered_and_the_server_goes_on():
     def refuse(prompt):
         raise (RuntimeError if prompt[0] == ord("!") else ValueError)("refused here")
 
@@ -111,9 +112,6 @@ def test_an_error_of_a_request_is_answered_and_the_server_goes_on():
         answer = client.post(PATH, json={"prompt": "!"})
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
         assert client.get("/health").status_code == 200
-
-
-def test_an_error_of_a_sequence_is_answered_and_the_server_goes_on():
     with served(ScriptedDecoder(broken=ord("!"))) as client:
         answer = client.post(PATH, json={"prompt": ["a", "!"]})
         assert answer.status_code == 500
@@ -124,10 +122,7 @@ def test_an_error_of_a_sequence_is_answered_and_the_server_goes_on():
 
 
 def test_a_failed_decoder_makes_the_server_unhealthy(caplog):
-    def fail():
-        raise RuntimeError("out of memory")
-
-    with served(ScriptedDecoder(on_step=fail)) as client:
+    with served(ScriptedDecoder(on_step=raising(RuntimeError("out of memory")))) as client:
         (chunk,) = events(client.post(PATH, json={"prompt": ["a", "b"], "stream": True}).text)
         assert "the decoder has failed" in chunk["error"]["message"]
         for answer in (client.get("/health"), client.post(PATH, json={"prompt": "a"})):

@@ -86,9 +86,7 @@ def test_a_wrong_chat_names_its_field(client, body, param, message):
     *((body, "the body must be UTF-8") for body in (
         b'{"prompt": "\xff"}',
         b'{"prompt": "\xed\xa0\x80"}',
-        b'{"prompt": "a", "\xed\xa0\x80": 1}',
         '{"prompt": "\ud800"}'.encode("utf-16", "surrogatepass"),
-        '{"prompt": "\ud800\x80"}'.encode("utf-16-le", "surrogatepass"),
         '{"prompt": "\ud800"}'.encode("utf-32-be", "surrogatepass"),
         '{"prompt": "a"}'.encode("utf-16-le"),
     )),
@@ -98,7 +96,6 @@ def test_a_wrong_chat_names_its_field(client, body, param, message):
     (b'{"prompt": "a", "temperature": 1e999}', "temperature should be a finite number"),
     (rb'{"prompt": "\ud800"}', "the body must be Unicode text, but it spells half a surrogate pair"),
     (rb'{"prompt": "a", "\uDFFF": 1}', "half a surrogate pair"),
-    (rb'{"prompt": "a", "stream": true, "stream_options": {"\ud800": 1}}', "half a surrogate"),
     (rb'{"prompt": "\ud83d"', "the body is not valid JSON"),
 ])  # fmt: skip
 def test_a_body_that_cannot_be_read_is_refused(client, body, message):

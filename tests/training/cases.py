@@ -24,23 +24,17 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from subquad.training import run, train
-from subquad.training.config import ParallelConfig
 from subquad.training.loop import Loop
-from subquad.training.processes import join, leave
+from subquad.training.processes import leave
 from subquad.training.saving import Checkpoints
 from tests.training.configs import config_of, write_text
 
 BASE = {
     "model": {"dim": 16, "num_layers": 2, "num_heads": 2, "attention": "llp", "position": "sinusoidal"},
-    "model.options": {"llp": {"segment": 16}, "window": {"width": 8}},
-    "batch": {"length": 32, "size": 4},
-    "schedule": {"warmup": 2, "kind": "constant"},
-    "parallel.timeout": 300.0,
-    "run.steps": 6,
-    "run.eval_every": 0,
-    "run.eval_windows": 7,
-    "run.save_every": 100,
-}
+    "model.options": {"llp": {"segment": 16}, "window": {"width": 8}}, "batch": {"length": 32, "size": 4},
+    "schedule": {"warmup": 2, "kind": "constant"}, "parallel.timeout": 300.0,
+    "run.steps": 6, "run.eval_every": 0, "run.eval_windows": 7, "run.save_every": 100,
+}  # fmt: skip
 STACKS = {
     "perceiver": {"model.attention": "perceiver_ar", "model.options": {"perceiver_ar": {"latents": 8}}},
     "performer": {"model.attention": "performer", "model.options": {"performer": {"redraw_interval": 2}}},
@@ -50,11 +44,9 @@ STACKS = {
 }
 MIXED = {"model.attention": ["llp", "latte", "linear", "elita", "window", "full"], "model.num_layers": 6}
 MODELS = {"llp": {}, "latte": {"model.attention": "latte"}, "mixed": MIXED, **STACKS}
-FEW = ("latte", "performer", "packed")
-SHARDED = {"batch.size": 1, "batch.accumulation": 2, "parallel.shard": True}
-
-
-# --- processes
+FEW = ("latte", "packed")
+ONE, TWO, SHARD = {"batch.size": 1}, {"batch.size": 2}, {"parallel.shard": True}
+SHARDED = {**ONE, **SHARD, "batch.accumulation": 2}
 
 
 def fork(world, work, *given, seconds=500.0):
@@ -85,23 +77,15 @@ def fork(world, work, *given, seconds=500.0):
     return [process.exitcode for process in processes]
 
 
-def make_config(folder, changes):
-    """Make a run without dropout in `folder`; the text lies beside it."""
+def train_in(folder, changes, dtype=torch.float64):
+    """Train without a picture a run without dropout in `folder`; the text lies beside it."""
+    run.draw_curves = lambda *args, **kwargs: None
+    torch.set_default_dtype(dtype)
     text = folder.parent / "text.py"
     if not text.exists():
         write_text(folder.parent)
     changes = {k: str(folder.parent / v) if k == "data.path" else v for k, v in changes.items()}
-    return config_of(text, folder.parent, BASE, changes, folder=folder.name)
-
-
-def train_in(folder, changes):
-    """Train in float64, without a picture."""
-    run.draw_curves = lambda *args, **kwargs: None
-    torch.set_default_dtype(torch.float64)
-    try:
-        return train(make_config(folder, changes))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    return train(config_of(text, folder.parent, BASE, changes, folder=folder.name))
 
 
 def tell(folder, name, value):
@@ -137,9 +121,6 @@ def error_of(folder, changes):
     return "no error"
 
 
-# --- quick cases
-
-
 def models(rank, folder, kind, changes, names):
     """Train a few steps of each model."""
     for name in names:
@@ -168,14 +149,12 @@ def counted(counts):
 
 def order(folder, rank):
     """Which windows each process sees, and how often gradients are exchanged."""
-    wide, deep = {"batch.size": 2}, {"batch.size": 1, "batch.accumulation": 2}
-    shard = {"parallel.shard": True}
-    runs = {"wide": wide, "deep": deep, "wide sharded": wide | shard, "deep sharded": deep | shard}
-    for name, changes in runs.items():
+    for kind, changes in (("", {}), (" sharded", {"parallel.shard": True})):
         seen, counts = [], Counter()
         with recording(seen), counted(counts):
-            train_in(folder / f"order {name}", {"run.steps": 3, **changes})
-        tell(folder, f"order {name} {rank}", {"seen": seen, **counts})
+            accumulated = {"run.steps": 3, "batch.size": 1, "batch.accumulation": 2}
+            train_in(folder / f"order{kind}", {**accumulated, **changes})
+        tell(folder, f"order{kind} {rank}", {"seen": seen, **counts})
 
 
 def nonfinite(folder, rank, runs):
@@ -228,34 +207,18 @@ def half(folder, rank):
 
     torch.nn.modules.module.register_module_forward_pre_hook(note)
     changes = {"run.precision": "bf16", "run.steps": 2, "run.save_every": 2, "schedule.warmup": 1, **SHARDED}
-    train(make_config(folder / "half", changes))
+    train_in(folder / "half", changes, torch.float32)
     tell(folder, f"half {rank}", sorted(seen))
 
 
 def resharding(folder):
     """A run that is resumed by another number of processes, sharded and not."""
-    stages = [
-        (2, {"run.steps": 3, "batch.size": 2, "parallel.shard": True}),
-        (4, {"run.steps": 4, "batch.size": 1, "parallel.shard": True}),
-        (1, {"run.steps": 5, "parallel.shard": True}),
-        (2, {"run.steps": 6, "batch.size": 2}),
-    ]
-    moves = [fork(world, lambda rank, changes: train_in(folder / "moves", changes), given) for world, given in stages]
-    tell(folder, "resharding", moves)
 
+    def move(rank, steps, changes):
+        train_in(folder / "moves", {"run.steps": steps, **changes})
 
-def restarted(folder):
-    """Two processes meet three times at the store of one torchrun, which is what it keeps over a restart."""
-    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def attempt(rank, late):
-        os.environ.update(MASTER_PORT=str(server.port), TORCHELASTIC_USE_AGENT_STORE="True")
-        if rank == late:  # with what it has said before still in the store
-            time.sleep(0.5)
-        processes = join(ParallelConfig(timeout=10.0), "cpu")
-        tell(folder, f"restarted {late} {rank}", processes.by_the_first(lambda: late))
-
-    tell(folder, "restarted", [fork(2, attempt, late, seconds=60) for late in (2, 1, 0)])
+    stages = [(2, 3, TWO | SHARD), (4, 4, ONE | SHARD), (1, 5, SHARD), (2, 6, TWO | SHARD)]
+    tell(folder, "resharding", [fork(world, move, steps, changes) for world, steps, changes in stages])
 
 
 def lost(rank, folder, how):
@@ -265,7 +228,9 @@ def lost(rank, folder, how):
         if rank == 1 and loop.standing.step == 1:
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(15)
+            end = time.monotonic() + 60
+            while time.monotonic() < end and not all((folder / f"{how} {other}.json").exists() for other in (0, 2)):
+                time.sleep(0.1)
             os._exit(0)
 
     changes = {"batch.size": 1, "schedule.warmup": 0, "run.steps": 2, "parallel.timeout": 6.0}
@@ -274,7 +239,7 @@ def lost(rank, folder, how):
     os._exit(0)  # a process that has lost another has nobody to part from
 
 
-SKIP, TWO, SHARD = {"run.nonfinite": "skip"}, {"batch.size": 2}, {"parallel.shard": True}
+SKIP = {"run.nonfinite": "skip"}
 
 
 def alone(rank, folder):
@@ -296,23 +261,16 @@ def together(rank, folder):
 def quick(folder):
     tell(folder, "quick", [fork(1, alone, folder), fork(2, together, folder)])
     resharding(folder)
-    restarted(folder)
     for how in ("dies", "hangs"):
         fork(3, lost, folder, how, seconds=60)
 
 
-# --- fifty steps in several ways
-
+HALVES = {"parallel.context": 2}
 KINDS = {
-    "ddp 2": (2, {"batch.size": 2}),
-    "fsdp 2": (2, {"batch.size": 2, "parallel.shard": True}),
-    "context 2": (2, {"parallel.context": 2}),
-    "ddp 4": (4, {"batch.size": 1}),
-    "fsdp 4": (4, {"batch.size": 1, "parallel.shard": True}),
-    "context 4": (4, {"parallel.context": 4}),
-    "context 2 x 2": (4, {"parallel.context": 2, "batch.size": 2}),
-    "context 2 x 2 fsdp": (4, {"parallel.context": 2, "batch.size": 2, "parallel.shard": True}),
-}
+    "ddp 2": (2, TWO), "fsdp 2": (2, TWO | SHARD), "context 2": (2, HALVES),
+    "ddp 4": (4, ONE), "fsdp 4": (4, ONE | SHARD), "context 4": (4, {"parallel.context": 4}),
+    "context 2 x 2": (4, HALVES | TWO), "context 2 x 2 fsdp": (4, HALVES | TWO | SHARD),
+}  # fmt: skip
 """How many processes train, and what they share."""
 
 

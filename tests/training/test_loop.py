@@ -1,5 +1,6 @@
 """The loop: steps that aren't finite, signals and time limits, precision, optimizers, what mechanisms hear of steps."""
 
+import logging
 import math
 import os
 import re
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer
 from subquad.attention import Attention
 from subquad.hf import SubquadForCausalLM
 from subquad.testing import assert_exact
-from subquad.training import train
+from subquad.training import TrainConfig, train
 from subquad.training.errors import NonFiniteError
 from subquad.training.loop import Loop, StopSignal
 from subquad.training.run import precision_of
@@ -116,28 +117,28 @@ def test_the_best_checkpoint_survives_rotation_and_a_resume(make_config, monkeyp
     assert (result.best_step, result.best_loss) == (1, 2.0)
 
 
-def test_the_loss_of_an_accumulated_step_is_the_mean_of_its_halves(make_config):
-    losses = []
-    for size, accumulation in ((4, 2), (8, 1)):
-        batch = {"batch.size": size, "batch.accumulation": accumulation, "model.dropout": 0.0}
-        result = train(make_config(batch, steps=3, eval_every=0, folder=f"size {size}"))
+def test_the_loss_of_an_accumulated_step_is_the_mean_over_all_its_labels(make_config, text, caplog):
+    """Batches of packed documents hold different numbers of labels: a mean of means would be another step."""
+    losses, packed = [], {"data.path": str(text.parent / "texts"), "data.pack": "documents", "model.dropout": 0.0}
+    for size in (1, 8):
+        batch = {"batch.size": size, "batch.accumulation": 8 // size}
+        with caplog.at_level(logging.INFO):
+            result = train(make_config(packed, batch, steps=3, eval_every=0, folder=f"size {size}"))
         losses.append([line["loss"] for line in records(result.folder)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0][0] == pytest.approx(math.log(256), rel=0.05)
+    assert caplog.text.count("windows of whole documents, ") == 4
 
 
-def test_an_evaluation_changes_nothing_in_training(make_config, finished):
-    """Though the model has dropout."""
-    assert_same_weights(finished.folder, train(make_config(eval_every=0)).folder)
-
-
-def test_the_model_at_the_top_of_the_folder_is_the_last_one(finished):
+def test_the_folder_has_the_last_model_and_the_configuration_that_was_trained(finished):
     loaded = SubquadForCausalLM.from_pretrained(finished.folder)
     tokens = torch.arange(20)[None]
     assert_exact(loaded.eval()(tokens).logits, finished.model.eval()(tokens).logits)
     assert loaded.config.use_cache
     tokenizer = AutoTokenizer.from_pretrained(finished.folder)
     assert tokenizer.decode(tokenizer("def f(a):\n    é").input_ids) == "def f(a):\n    é"
+    assert TrainConfig.from_file(finished.folder / "config.yaml") == finished.config
+    assert finished.config.model.vocab_size == finished.corpus.train.vocab_size == 256, "the tokenizer's"
 
 
 def test_bfloat16_is_autocast_over_float32_weights(make_config, monkeypatch):
@@ -157,9 +158,6 @@ def test_recomputed_activations_change_no_bit(make_config, tmp_path):
         run = {"steps": 2, "eval_every": 0, "activation_checkpointing": again}
         assert train(make_config(model, folder=str(again), **run)).model.model.gradient_checkpointing is again
     assert_same_weights(tmp_path / "False", tmp_path / "True")
-
-
-# --- stopping early
 
 
 def test_a_signal_saves_and_the_run_is_resumed_from_there(make_config, finished, caplog):
@@ -185,15 +183,8 @@ def test_the_first_signal_is_received_a_second_ctrl_c_interrupts_and_the_handler
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-def test_another_thread_can_train_without_handlers():
-    def run():
-        with StopSignal() as stop:
-            return stop.received
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(run).result() is False
+    with ThreadPoolExecutor(1) as pool:  # where no handlers can be set
+        assert pool.submit(lambda: StopSignal().__enter__().received).result() is False
 
 
 def test_the_time_limit_ends_a_run_with_a_model_and_a_checkpoint(make_config, caplog):

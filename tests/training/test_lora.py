@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from subquad.cli import main
 from subquad.hf import SubquadForImages, SubquadForSequenceClassification, lora
 from subquad.hf.encoders import SubquadClassifierConfig
 from subquad.hf.image import SubquadImageConfig
@@ -18,7 +19,7 @@ from subquad.training.lora import with_base
 from subquad.training.optimizers import split_parameters
 from subquad.training.runs import load_classifier, load_run
 from tests.data.pictures import write_idx
-from tests.training.helpers import assert_same_weights, failed, forget
+from tests.training.helpers import assert_same_weights, forget
 
 MODEL = {"dim": 16, "num_layers": 1, "num_heads": 2, "attention": "full"}
 FRESH = {"model": {}, "data.tokenizer": "bpe"}
@@ -140,15 +141,21 @@ def test_a_model_of_images_is_adapted_to_images_of_its_size(make_config, tmp_pat
     shape = {**MODEL, "attention": "linear", "position": "none", "axes": True}
     SubquadForImages(SubquadImageConfig(**shape, height=4, width=4, channels=1)).save_pretrained(tmp_path / "base")
     lora_of = {"model": {}, "batch": {"size": 4}, "lora": {"rank": 2, "base": str(tmp_path / "base")}}
-    changes = {"task": "image", "image": {"path": str(write_idx(tmp_path / "four"))}, "run.steps": 2, **lora_of}
+    changes = {
+        "task": "image",
+        "image": {"path": str(write_idx(tmp_path / "four"))},
+        "run.steps": 2,
+        "optimizer.lr": 0.5,
+        **lora_of,
+    }
     result = train(make_config(changes))
     assert result.config.image.axes
     assert type(result.model) is SubquadForImages
     assert lora.is_adapter(result.folder)
+    out, drawn = tmp_path / "a.png", []
+    for words in ([tmp_path / "base"], [tmp_path / "base", "--adapter", result.folder], [result.folder]):
+        assert main(["generate", *map(str, words), "--images", "2", "--seed", "1", "--out", str(out)]) == 0
+        drawn.append(out.read_bytes())
+    assert drawn[1] == drawn[2] != drawn[0]
     with pytest.raises(ValueError, match="has height=4, but this task needs 5"):
         train(make_config(changes, {"image": {"path": str(write_idx(tmp_path / "five", size=5))}}))
-
-
-def test_the_command_says_what_is_wrong_before_it_reads_the_text(home, text, capsys):
-    arguments = ["--lora.rank", "2", "--lora.base", str(home / "nothing"), "--data.path", str(text)]
-    assert "there is no folder" in failed(capsys, "train", *arguments)

@@ -1,5 +1,6 @@
 """Steps that run out of memory: the error names what was tried and what would fit."""
 
+import functools
 import re
 
 import pytest
@@ -31,8 +32,6 @@ def test_a_step_out_of_memory_says_what_was_tried_and_what_fits(make_config, mon
     assert "run.activation_checkpointing=true" in text
     assert caught.value.__cause__ is error
 
-
-def test_only_errors_of_memory_are_explained(make_config, monkeypatch):
     assert all(is_out_of_memory(error) for error in OUT_OF_MEMORY)
     assert not is_out_of_memory(ValueError("out of memory"))
     monkeypatch.setattr(Loop, "loss", raising(RuntimeError("shapes do not fit")))
@@ -44,7 +43,11 @@ def test_the_estimate_is_the_models_own_and_the_largest_equal_part_that_fits_is_
     assert [largest_fit(12, 1, free) for free in (0.5, 1, 2.5, 5, 100)] == [None, 1, 2, 4, 6]
     assert largest_fit(1, 1, 100) is None
     config = make_config({"model.dropout": 0.0})
-    account = LanguageTask.window_bytes
+    kept = functools.cache(lambda length: LanguageTask.window_bytes(config, length))
+
+    def account(config, length):
+        return kept(length)
+
     need, longer = (part_bytes(config, length, account) for length in (32, 64))
     assert longer > need > 0
     assert part_bytes(config.replace(parallel=ParallelConfig(context=2)), 32, account) == need / 2

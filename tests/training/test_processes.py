@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from subquad.training import TrainConfig
 from subquad.training.config import ParallelConfig
-from subquad.training.errors import CheckpointError, LostProcessError
+from subquad.training.errors import LostProcessError
 from subquad.training.processes import FOREIGN, Heartbeat, Processes, check_parallel, join, leave, meet
 from tests.training.helpers import raising
 
@@ -45,20 +45,6 @@ def test_ranks_and_parts_of_several_processes_and_of_one(caplog):
     assert "parallel.shard has no effect with one process" in caplog.text
 
 
-def test_one_process_raises_what_its_work_raises():
-    processes, fail = Processes(), raising(CheckpointError("no luck"))
-    assert processes.by_the_first(lambda: 3) == 3
-    with pytest.raises(CheckpointError, match="no luck"):
-        processes.by_the_first(fail)
-    with pytest.raises(CheckpointError, match="no luck"), processes.together():
-        fail()
-    with pytest.raises(RuntimeError, match="by itself"), processes.watched():
-        raise RuntimeError("by itself")
-
-
-# --- meeting
-
-
 def start(store, world, order):
     """Let processes come in this order; return what each reads under a key that the first has set."""
 
@@ -87,9 +73,6 @@ def test_processes_that_do_not_connect_are_named():
         meet(store, 0, 4, 0.1)
     with pytest.raises(LostProcessError, match=r"process 1 waited 0\.1 s for process 0, which did not connect"):
         meet(store, 1, 2, 0.1)
-
-
-# --- signs of life
 
 
 class Others(HashStore):
@@ -145,13 +128,6 @@ def test_nobody_is_blamed_who_is_as_far_or_has_given_up_itself():
     with waiting(store, 3) as heart:
         assert heart.lost() is None
     assert store.check(["gave up/0"])
-
-
-def test_a_process_says_where_it_is():
-    store = HashStore()
-    with waiting(store, 1):
-        wait_until(lambda: store.check(["beat/0"]) and b"backward" in store.get("beat/0"))
-    assert store.get("beat/0").split(b" ", 2)[1:] == [b"2", b"the backward pass of step 1"]
 
 
 def test_a_long_wait_names_who_is_waited_for(caplog):

@@ -64,14 +64,11 @@ def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left():
 
 
 @pytest.mark.draws
-def test_curves_need_a_loss(tmp_path):
+def test_curves_need_a_loss_and_show_the_losses_after_the_first_steps(tmp_path):
     with pytest.raises(ValueError, match="no loss to draw among 1 records"):
         draw_curves([{"step": 1}], tmp_path / "curves.png", title="x")
     draw_curves([{"step": 1, "eval_loss": 2.0}], tmp_path / "curves.png", title="x")
     assert (tmp_path / "curves.png").stat().st_size > 1000
-
-
-def test_curves_show_the_losses_after_the_first_steps():
     train = [(1, 9.0), *((step, 2.0 - step / 100) for step in range(5, 101))]
     low, high = loss_range(train, [(100, 1.5)])
     assert 0.9 < low < 1.0

@@ -114,15 +114,6 @@ def test_readers_open_only_the_shards_of_their_own_windows(tmp_path, pack, monke
     assert [read[place] for place in range(2 * GLOBAL)] == whole
 
 
-# --- processes that read
-
-
-def test_numbered_windows_carry_their_number():
-    windows = NumberedWindows([{"input_ids": torch.tensor([1])}, {"input_ids": torch.tensor([2])}])
-    assert len(windows) == 2
-    assert int(windows[1]["window"]) == 1
-
-
 class Spoiled:
     """Windows of which one ends the process that reads it, or keeps it waiting."""
 
@@ -162,5 +153,6 @@ def test_other_errors_of_reading_are_unchanged():
     assert windows.where(0) == "window 0"
 
 
-def test_workers_change_no_bit(make_config, finished):
+def test_neither_workers_nor_evaluations_change_a_bit(make_config, finished):
+    """Though the model has dropout."""
     assert_same_weights(finished.folder, train(make_config({"data.workers": 1}, eval_every=0)).folder)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from subquad.models import Decoder, DecoderConfig, PerceiverAR
+from subquad.models import DecoderConfig
+from subquad.models.build import build_model
 from subquad.training.report import decode_speed, measure, state_sizes, write_report
 
 TOKENS = list(range(50))
@@ -18,7 +19,7 @@ TOKENS = list(range(50))
 def make(attention, **changes):
     values = {"vocab_size": 50, "dim": 16, "num_layers": 1, "num_heads": 2, "attention": attention, **changes}
     torch.manual_seed(0)
-    return Decoder(DecoderConfig.from_dict(values))
+    return build_model(DecoderConfig.from_dict(values))
 
 
 def state_bytes(decoder, tokens):
@@ -39,14 +40,10 @@ def test_a_bounded_state_is_measured_and_a_growing_one_extrapolated(attention, o
     assert decoder.training
 
 
-def test_counts_past_learned_positions_are_left_out():
-    decoder = make("window", position="learned", max_positions=128)
-    assert [size.tokens for size in state_sizes(decoder, TOKENS, after=(100, 1_000))] == [100]
-
-
 @pytest.mark.parametrize("rows", [2, 3, 100])
-def test_the_speed_of_decoding_is_measured_within_learned_positions(rows):
+def test_states_and_speed_are_measured_within_learned_positions(rows):
     decoder = make("window", position="learned", max_positions=rows).train()
+    assert [size.tokens for size in state_sizes(decoder, TOKENS, after=(rows, rows + 1))] == [rows]
     assert decode_speed(decoder, TOKENS * 2) > 0
     assert decoder.training
 
@@ -55,14 +52,13 @@ def test_the_speed_of_decoding_is_measured_within_learned_positions(rows):
 @pytest.mark.parametrize("history_tokens", [None, 9])
 def test_the_state_and_speed_of_perceiver_ar_follow_how_it_decodes(decode, latents, history_tokens):
     options = {"latents": latents, "history": "self", "decode": decode, "history_tokens": history_tokens}
-    values = {"vocab_size": 23, "dim": 16, "num_layers": 1, "num_heads": 2, "attention": "perceiver_ar"}
-    model = PerceiverAR(DecoderConfig.from_dict({**values, "options": {"perceiver_ar": options}}))
-    sizes = state_sizes(model, list(range(20)), after=(10, 24, 5_000))
+    model = make("perceiver_ar", options={"perceiver_ar": options}).train()
+    sizes = state_sizes(model, TOKENS, after=(10, 24, 5_000))
     assert [(size.tokens, size.measured) for size in sizes] == [(10, True), (24, False), (5_000, False)]
     _, state = model(torch.zeros(1, 24, dtype=torch.int64))
     assert sizes[1].bytes == state.nbytes
     assert (sizes[2].bytes > sizes[1].bytes) == (history_tokens is None)
-    assert decode_speed(model, list(range(20)), tokens=8) > 0
+    assert decode_speed(model, TOKENS, tokens=8) > 0
     assert model.training
 
 

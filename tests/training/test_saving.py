@@ -125,7 +125,9 @@ def test_a_save_without_room_leaves_nothing_and_the_older_ones(make_config, tmp_
     assert_same_weights(finished.folder, tmp_path / "run")
 
 
-def test_a_final_model_without_room_is_not_left_half(run_at_4, make_config, monkeypatch):
+def test_a_final_model_without_room_is_not_left_half_and_other_errors_are_not_called_a_full_disk(
+    run_at_4, make_config, tmp_path, monkeypatch
+):
     save, model = Checkpoints.write_weights, {"model.safetensors", "config.json"}
     for name in model:
         (run_at_4 / name).unlink()
@@ -134,10 +136,7 @@ def test_a_final_model_without_room_is_not_left_half(run_at_4, make_config, monk
     with pytest.raises(SaveError, match=r"the final model could not be written.*No space left.*checkpoint-4"):
         train(make_config())
     assert not {".saving-model", *model} & {path.name for path in run_at_4.iterdir()}
-
-
-def test_other_errors_of_a_save_are_not_called_a_full_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(Checkpoints, "write_random_numbers", raising(RuntimeError("a bug")))
+    monkeypatch.setattr(Checkpoints, "write_weights", raising(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         checkpoints_in(tmp_path / "checkpoints").save(Standing(step=1))
 

@@ -8,7 +8,6 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from subquad.testing import assert_exact
 from subquad.training import sharding
 from subquad.training.errors import CheckpointError
 from tests.training.helpers import raising
@@ -26,10 +25,7 @@ def optimizer_of(model):
 
 def test_weights_of_another_model_are_refused(model, tmp_path):
     file = tmp_path / "model.safetensors"
-    save_file({name: tensor + 1 for name, tensor in model.state_dict().items()}, file)
-    same = nn.Linear(3, 2)
-    sharding.load_weights(same, file)
-    assert_exact(same.weight, model.weight + 1)
+    save_file(model.state_dict(), file)
     with pytest.raises(CheckpointError, match=r"doesn't match the model's weights: bias"):
         sharding.load_weights(nn.Linear(3, 2, bias=False), file)
     with pytest.raises(CheckpointError, match=r"has the shape \[2(, 3)?\], but the model needs \[4(, 3)?\]"):
@@ -40,17 +36,6 @@ def write_states(folder, states, listed):
     (folder / "optimizer").mkdir()
     save_file(states, folder / "optimizer" / "states.safetensors")
     (folder / "optimizer" / "names.json").write_text(json.dumps(listed))
-
-
-def test_states_are_read_by_the_names_of_their_parameters(model, tmp_path):
-    states = {"weight.exp_avg": torch.rand(2, 3), "weight.step": torch.tensor(3.0), "bias.exp_avg": torch.rand(2)}
-    write_states(tmp_path, states, sorted(states))
-    optimizer = optimizer_of(model)
-    sharding.load_optimizer(model, optimizer, tmp_path)
-    named = {"weight": model.weight, "bias": model.bias}
-    for key, value in states.items():
-        name, _, part = key.partition(".")
-        assert_exact(optimizer.state[named[name]][part], value, key)
 
 
 @pytest.mark.parametrize(("states", "listed", "message"), [
@@ -64,16 +49,11 @@ def test_states_of_other_parameters_are_refused(model, tmp_path, states, listed,
         sharding.load_optimizer(model, optimizer_of(model), tmp_path)
 
 
-def test_whole_states_are_sharded_by_place(model, tmp_path):
+def test_whole_states_of_other_parameters_are_refused(model, tmp_path):
     made = optimizer_of(model)
     model(torch.rand(1, 3)).sum().backward()
     made.step()
     torch.save(made.state_dict(), tmp_path / "optimizer.pt")
-    fresh = optimizer_of(model)
-    sharding.spread_optimizer(fresh, tmp_path / "optimizer.pt")
-    for parameter in model.parameters():
-        for key, value in made.state[parameter].items():
-            assert_exact(fresh.state[parameter][key], value, key)
     with pytest.raises(CheckpointError, match="has states of 2 parameters, but the model has 1"):
         sharding.spread_optimizer(optimizer_of(nn.Linear(3, 2, bias=False)), tmp_path / "optimizer.pt")
 

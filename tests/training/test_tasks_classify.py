@@ -6,14 +6,12 @@ import shutil
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 from transformers import AutoModelForSequenceClassification
 
 from subquad.attention import mechanism, names
 from subquad.cli import main
 from subquad.config import read_mapping
 from subquad.data import labelled
-from subquad.data.labelled import LabelledCorpus
 from subquad.hf import SubquadForPreTraining, SubquadForSequenceClassification
 from subquad.recipes import recipe_path
 from subquad.training import TrainConfig, train
@@ -21,24 +19,17 @@ from subquad.training.errors import CheckpointError
 from subquad.training.loop import StopSignal
 from subquad.training.tasks import check, check_forms, prepare_task
 from subquad.training.tasks_classify import begin_with, check_pretraining, first_phase
+from tests.data.lra.layouts import write_release
 from tests.training.configs import CLASSIFY, TOY, pretraining
-from tests.training.helpers import (
-    assert_same_run,
-    assert_same_weights,
-    failed,
-    forget,
-    read_json,
-    records,
-    steps_of,
-    train_by_command,
-)
-from tests.training.lra_files import TRAIN, write_release
+from tests.training.helpers import assert_same_run, failed, forget, read_json, records, steps_of, train_by_command
+
+POOLED = TOY | {"pooling": "last"}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, config_in):
     """A run that the command made."""
-    return train_by_command(config_in(tmp_path_factory.mktemp("classify"), CLASSIFY))
+    return train_by_command(config_in(tmp_path_factory.mktemp("classify"), CLASSIFY | {"classify": POOLED}))
 
 
 def test_a_run_keeps_all_that_it_measured(trained):
@@ -55,7 +46,7 @@ def test_a_run_keeps_all_that_it_measured(trained):
     assert (config.task, config.model.vocab_size) == ("classify", 3)
     model = AutoModelForSequenceClassification.from_pretrained(trained)
     assert isinstance(model, SubquadForSequenceClassification)
-    assert model.config.id2label == {0: "marked zeros", 1: "marked ones"}
+    assert (model.config.id2label, model.config.pooling) == ({0: "marked zeros", 1: "marked ones"}, "last")
     assert model.num_parameters() == report["parameters"]
 
 
@@ -72,25 +63,10 @@ def test_eval_measures_what_the_run_reported(trained, tmp_path, capsys):
     assert read_json(file)["examples"] == 7
 
 
-@pytest.mark.parametrize("pooling", ["last", "class"])
-def test_the_pooling_is_kept_with_the_model(make_config, pooling):
-    result = train(make_config(CLASSIFY, {"classify": TOY | {"pooling": pooling}}, steps=2, eval_every=0))
-    assert AutoModelForSequenceClassification.from_pretrained(result.folder).config.pooling == pooling
-    assert isinstance(result.corpus, LabelledCorpus)
-    assert (result.steps, result.tokens, result.best_loss) == (2, 2 * 4 * 20, None)
-
-
 def test_the_toy_is_learned(tmp_path):
     values = read_mapping(recipe_path("toy-classify"))
-    run = {
-        "folder": str(tmp_path),
-        "steps": 60,
-        "eval_every": 60,
-        "device": "cpu",
-        "precision": "float32",
-        "threads": 1,
-    }
-    values["run"] |= run
+    values["run"] |= {"folder": str(tmp_path), "steps": 60, "eval_every": 60}
+    values["run"] |= {"device": "cpu", "precision": "float32", "threads": 1}
     values["batch"] |= {"length": 16}
     values["schedule"] |= {"warmup": 5}
     result = train(TrainConfig.from_dict(values))
@@ -98,18 +74,14 @@ def test_the_toy_is_learned(tmp_path):
     assert result.best_loss < math.log(2)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["eval", "RUN", "--length", "7"], "holds a classifier: length=7 is for texts; leave it out"),
-    (["eval", "RUN", "--stride", "7"], "holds a classifier: stride=7 is for texts; leave it out"),
-    (["eval", "RUN", "--data", "x.txt"], "holds a classifier: data.path='x.txt' is for texts; leave it out"),
-    (["eval", "RUN", "--windows", "0"], "windows must be at least 1, got 0"),
-    (["generate", "RUN", "--prompt", "x"], "holds a classifier, which labels sequences and predicts no text; `subquad"),
-])  # fmt: skip
-def test_commands_refuse_what_only_texts_have(trained, capsys, arguments, message):
-    assert message in failed(capsys, *(trained if word == "RUN" else word for word in arguments))
-
-
-def test_a_folder_without_its_task_cannot_be_measured(trained, tmp_path, capsys):
+def test_commands_refuse_what_only_texts_have_and_a_folder_without_its_task(trained, tmp_path, capsys):
+    for message, command, *options in (
+        ("holds a classifier: length=7 is for texts; leave it out", "eval", "--length", "7"),
+        ("holds a classifier: data.path='x.txt' is for texts; leave it out", "eval", "--data", "x.txt"),
+        ("windows must be at least 1, got 0", "eval", "--windows", "0"),
+        ("holds a classifier, which labels sequences and predicts no text; `subquad", "generate", "--prompt", "x"),
+    ):
+        assert message in failed(capsys, command, trained, *options)
     for name in ("config.json", "model.safetensors"):
         shutil.copy(trained / name, tmp_path / name)
     assert "has no config.yaml that names its test sequences" in failed(capsys, "eval", tmp_path)
@@ -135,9 +107,6 @@ def test_a_model_without_the_form_of_its_task_is_sent_to_the_other_task():
         for refuse in (check, prepare):
             with pytest.raises(ValueError, match=refused):
                 refuse(TrainConfig.from_dict({"task": "classify", "model": {"attention": name}}))
-
-
-# --- the first phase
 
 
 @pytest.fixture(scope="module")
@@ -182,18 +151,16 @@ def test_the_classifier_begins_with_the_encoder_that_was_learned(make_config, ki
     assert {block.attention.causal for block in result.model.model.encoder.layers} == {False}
 
 
-class Watched(Dataset):
+class Watched(list):
     """Sequences that remember which of them were read."""
 
     def __init__(self, items):
-        self.items, self.read = items, set()
-
-    def __len__(self):
-        return len(self.items)
+        super().__init__(items[i] for i in range(len(items)))
+        self.read = set()
 
     def __getitem__(self, index):
         self.read.add(index)
-        return self.items[index]
+        return super().__getitem__(index)
 
 
 def test_the_first_phase_reads_only_the_training_sequences(make_config, monkeypatch):
@@ -215,9 +182,9 @@ def test_the_first_phase_reads_only_the_training_sequences(make_config, monkeypa
 
 
 def test_both_sequences_of_a_pair_are_learned_from(make_config, tmp_path):
-    data = {"dataset": "retrieval", "path": str(write_release(tmp_path, "retrieval")), "cache": str(tmp_path)}
+    data = {"dataset": "retrieval", "path": str(write_release(tmp_path / "pairs", "retrieval")), "cache": str(tmp_path)}
     task = prepare(make_config(pretraining(), {"task": "pretrain", "classify": data}, eval_windows=2))
-    assert (task.count, task.held_out.indices) == (2 * (TRAIN - 1), [2 * TRAIN - 2, 2 * TRAIN - 1])
+    assert (task.count, task.held_out.indices) == (22, [22, 23])
     for number in range(task.count):
         pair = task.data.train[number // 2]
         tokens = pair["pair_input_ids"] if number % 2 else pair["input_ids"]
@@ -240,14 +207,13 @@ def test_a_stop_in_the_first_phase_says_how_to_resume(make_config, whole, tmp_pa
     folder, file = tmp_path / "run", tmp_path / "run.yaml"
     make_config(pretraining()).to_file(file)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StopSignal, "received", True, raising=False)
-        patch.setattr(StopSignal, "__init__", lambda self: setattr(self, "_old", {}))
+        patch.setattr(StopSignal, "__enter__", lambda self: setattr(self, "received", True) or self)
         assert main(["train", "--config", str(file)]) == 130
     assert f"subquad train --config {folder / 'config.yaml'}" in capsys.readouterr().err
     assert not (folder / "model.safetensors").exists()
     assert steps_of(folder / "pretrain/checkpoints") == [1]
     train(TrainConfig.from_file(folder / "config.yaml"))
-    assert_same_weights(whole.folder, folder)
+    assert_same_run(whole.folder, folder)
 
 
 def test_the_time_limit_is_for_both_phases(make_config, tmp_path):

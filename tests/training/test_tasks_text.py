@@ -1,6 +1,5 @@
 """Language runs: packed documents, token shards, windows of Perceiver AR; and runs on a memory probe."""
 
-import logging
 from collections import Counter
 
 import pytest
@@ -17,7 +16,6 @@ from subquad.models import Decoder
 from subquad.models.stacks import options_of
 from subquad.recipes import recipe_path, recipes
 from subquad.training import TrainConfig, train
-from subquad.training.loop import Loop
 from subquad.training.runs import is_probe, load_probe, load_run
 from subquad.training.tasks import check, prepare_task
 from tests.data.sets import flip
@@ -32,28 +30,6 @@ def test_texts_shorter_than_a_window_are_refused(make_config, length, part):
         prepare_task(make_config({"batch.length": length}), None)
 
 
-# --- packed documents and shards
-
-
-def test_a_step_is_the_mean_over_all_its_labels(make_config, text, monkeypatch, caplog):
-    """Windows hold different numbers of labels: a mean of means over the accumulation would be another step."""
-    seen, loss = [], Loop.loss
-
-    def logged(self, batch, labels):
-        seen.append((int((batch["labels"] != -100).sum()), int(labels)))
-        return loss(self, batch, labels)
-
-    monkeypatch.setattr(Loop, "loss", logged)
-    with caplog.at_level(logging.INFO):
-        packed = {"data.path": str(text.parent / "texts"), "data.pack": "documents"}
-        train(make_config(packed, steps=2, eval_every=0))
-    assert len([1 for record in caplog.records if "windows of whole documents, " in record.message]) == 2
-    assert len(seen) == 4
-    for (first, all_first), (second, all_second) in zip(seen[::2], seen[1::2], strict=True):
-        assert first != second, "the test needs batches with different numbers of labels"
-        assert all_first == all_second == first + second
-
-
 def test_a_bad_shard_stops_a_run_or_is_skipped(make_config, text, tmp_path, caplog):
     write_tokens(tmp_path / "shards", [str(text.parent / "texts")], load_tokenizer("bytes"), shard_tokens=200)
     flip(tmp_path / "shards" / "00001.tokens")
@@ -63,8 +39,6 @@ def test_a_bad_shard_stops_a_run_or_is_skipped(make_config, text, tmp_path, capl
     assert train(make_config(changes, {"data.bad_shards": "skip"}, folder="skip", eval_every=0)).steps == 4
     assert "shard 00001.tokens of" in caplog.text
 
-
-# --- Perceiver AR predicts only the last tokens of a window
 
 LENGTH, LATENTS = 32, 9
 
@@ -101,13 +75,9 @@ def test_over_one_epoch_the_labels_cover_the_text(make_config, text, tmp_path, m
         assert (set(places.values()), min(places)) == ({1}, LENGTH - stride)
 
 
-def test_the_stride_and_the_log_say_how_many_tokens_are_predicted(make_config, caplog):
+def test_windows_of_a_plain_model_overlap_by_one_token(make_config):
     task = prepare_task(make_config(), None)
     assert (task.train.stride, task.count) == (LENGTH - 1, (len(task.data.train) - 1) // (LENGTH - 1))
-    with caplog.at_level(logging.INFO, "subquad.training"):
-        prepare_task(make_config(perceiver()), None)
-    said = "predicts the last 8 tokens of each window of 32: 64 of the 256 tokens that a step reads; windows start 8 "
-    assert said in caplog.text
 
 
 @pytest.mark.parametrize(("changes", "match"), [
@@ -128,9 +98,6 @@ def test_windows_that_do_not_fit_are_refused_before_any_text_is_read(make_config
 def test_the_most_and_the_fewest_latents_train(make_config, options):
     result = train(make_config(perceiver(**options), steps=2))
     assert (result.steps, result.tokens) == (2, 2 * 32 * 8)
-
-
-# --- memory probes
 
 
 def held_out_rows(config):

@@ -1,6 +1,6 @@
 """Causal Latte's recurrence in chunks, with a hand-written backward: memory linear in T, one state a chunk.
 
-Let r be the log-normaliser of all tokens before the chunk (of its first token where there is none), E_j = exp(k_j - r)
+Let r be the log-normaliser of all tokens before the chunk (in the first chunk, of its first token), E_j = exp(k_j - r)
 and Z_i = z + sum_{j <= i} E_j, where z and s are the normaliser, in units of exp(r), and the mean before the chunk.
 Then token j weighs E_j / Z_i for row i: a chunk is linear attention, a handful of matrix products,
 

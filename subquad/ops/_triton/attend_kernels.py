@@ -4,8 +4,9 @@ A program takes one tile of queries of one head and walks over the keys they see
 
     m' = max(m, max_j s_j),   z' = z e^(m - m') + sum_j e^(s_j - m'),   a' = a e^(m - m') + sum_j e^(s_j - m') v_j
 
-No exponent is positive. In half precision the scale of the scores s includes log2(e), and exponentials are powers of
-two. In float32 it does not: the product would be rounded at the size of the scores, while only their differences count.
+No exponent is positive, so nothing overflows. In half precision the scale of the scores s includes log2(e), and
+exponentials are powers of two, which a GPU computes in one instruction. In float32 it does not: the product would be
+rounded at the size of the scores, while only their differences count.
 
 In every supported pattern a query at position q sees one range of keys, whose ends are rounded down to whole blocks:
 

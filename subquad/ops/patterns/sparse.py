@@ -28,7 +28,7 @@ def _near_and_far(size: int, some_from: int, all_from: int, q_start: int, q_stop
 
 @dataclass(frozen=True)
 class Sinks(Pattern):
-    """Those of the first `count` blocks of `size` tokens that lie more than `back` blocks before the query's own.
+    """Keys in the first `count` blocks of `size` tokens, if more than `back` blocks before the query's own block.
 
     Disjoint from `Window(width)` (`size=1, back=width - 1`) and `Segments(size, back)`: see `merge_attention`.
     """

@@ -4,9 +4,9 @@ import json
 import lzma
 
 import numpy as np
-from PIL import Image
 
 from subquad.data.lra.listops import CLOSE, MAX, MED, MIN, SM
+from tests.data.pictures import write_png
 
 HOME = "curv_contour_length_14"
 """Pathfinder's folder of difficulty=hard."""
@@ -25,12 +25,6 @@ def reviews(root):
     return root
 
 
-def tables(root):
-    for side in ("train", "test"):
-        put(root, f"x_{side}.tsv", "0\t1\t2\tgood\n")
-    return root
-
-
 def expressions(root):
     for name, count in (("train", 20), ("val", 3), ("test", 4)):
         rows = [f"( ( ( [MIN {i % 10} ) {(i + 3) % 10} ) ] )\t{min(i % 10, (i + 3) % 10)}" for i in range(count)]
@@ -39,10 +33,11 @@ def expressions(root):
     return root
 
 
-def release(root):
+def release(root, rows=2):
     for name in ("train", "eval", "test"):
-        rows = [f'"{i}.0"\t"a{i}"\t"b"\t"{text}"\t"two ""2"""\n' for i, text in enumerate(("one", "three"))]
-        put(root, f"new_aan_pairs.{name}.tsv", "".join(rows))
+        texts = (("one", "three")[i % 2] + "!" * (i // 2) for i in range(rows))
+        lines = [f'"{i % 2}.0"\t"a{i}"\t"b"\t"{text}"\t"two ""2"""\n' for i, text in enumerate(texts)]
+        put(root, f"new_aan_pairs.{name}.tsv", "".join(lines))
     return root
 
 
@@ -54,22 +49,20 @@ def papers(root):
     return root
 
 
-def pictures(root):
+def pictures(root, side=4):
     rng = np.random.default_rng(0)
-    for side, count in (("train", 10), ("test", 2)):
+    for part, count in (("train", 10), ("test", 2)):
         for name in ("cat", "dog"):
-            (root / side / name).mkdir(parents=True, exist_ok=True)
             for i in range(count):
-                Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).save(root / side / name / f"{i}.png")
+                write_png(root / part / name / f"{i}.png", rng.integers(0, 256, (side, side, 3), dtype=np.uint8))
     return root
 
 
-def pathfinder(root, kind=None):
+def pathfinder(root, kind=None, side=32):
     """The release, its metadata as text or (`kind`) as an array."""
     home, rows = root / HOME, []
-    (home / "imgs/0").mkdir(parents=True)
     for i in range(20):
-        Image.fromarray(np.full((32, 32), i, dtype=np.uint8)).save(home / f"imgs/0/sample_{i}.png")
+        write_png(home / f"imgs/0/sample_{i}.png", np.full((side, side), i, dtype=np.uint8))
         rows.append(["imgs/0", f"sample_{i}.png", str(i), str(i % 2), "1.8", "14"])
     put(home, "metadata/0.npy", "\n".join(map(" ".join, rows)) + "\n")
     if kind is not None:
@@ -77,7 +70,16 @@ def pathfinder(root, kind=None):
     return root
 
 
-DATASETS = {reviews: "text", tables: "text", expressions: "listops", release: "retrieval", papers: "retrieval"}
+def write_release(root, task):
+    """Write the release's files of one task, with whole images of 8 x 8 pixels for `image`; return the folder."""
+    if task.startswith("pathfinder"):
+        return pathfinder(root, side=int(task.removeprefix("pathfinder")))
+    if task == "image":
+        return pictures(root, side=8)
+    return release(root, rows=12) if task == "retrieval" else {"listops": expressions, "text": reviews}[task](root)
+
+
+DATASETS = {reviews: "text", expressions: "listops", release: "retrieval", papers: "retrieval"}
 DATASETS |= {pictures: "image", pathfinder: "pathfinder32"}
 
 

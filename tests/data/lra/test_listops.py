@@ -1,7 +1,6 @@
-"""ListOps: the rules, the values by a stack machine, the distribution against trees that are drawn one by one."""
+"""ListOps: the rules, the values by a stack machine, the shares of all choices."""
 
 import math
-import random
 
 import numpy as np
 import pytest
@@ -15,21 +14,8 @@ FALSE_ALARM = 1e-6
 SHORT = {"min_length": 4, "max_length": 40, "max_depth": 4}
 
 
-def grow(rng: random.Random, config: ListOpsConfig, depth: int = 1) -> list[int]:
-    """A tree, node by node, as the rules say."""
-    if depth == config.max_depth or rng.random() < config.leaf:
-        return [rng.randrange(10)]
-    parts = [grow(rng, config, depth + 1) for _ in range(rng.randint(2, config.max_args))]
-    return [rng.choice([MIN, MAX, MED, SM]), *(token for part in parts for token in part), CLOSE]
-
-
 def expressions(block) -> list[list[int]]:
     return [part.tolist() for part in np.split(block.tokens, np.cumsum(block.lengths)[:-1])]
-
-
-def deviation(count: int) -> float:
-    """How far a mean of `count` numbers in 0 to 1 is off with the probability FALSE_ALARM at most (Hoeffding)."""
-    return math.sqrt(math.log(2 / FALSE_ALARM) / (2 * count))
 
 
 @pytest.mark.parametrize("changes", [
@@ -45,34 +31,10 @@ def test_the_values_are_those_of_a_stack_machine_and_the_rules_are_kept(changes)
     assert config.min_length <= block.lengths.min() <= block.lengths.max() <= config.max_length
     assert max(depth for _, depth in solved) <= config.max_depth
     if not changes:  # Long Range Arena's rules: the mean is 1,040 and the median 958, of a larger sample
+        allowed = math.sqrt(math.log(2 / FALSE_ALARM) / (2 * BLOCK))  # Hoeffding's bound
         assert {depth for _, depth in solved} == {10}
-        assert abs(block.lengths.mean() - 1040) < (1999 - 501) * deviation(BLOCK)
-        assert abs((block.lengths <= 958).mean() - 0.5) < deviation(BLOCK)
-
-
-def test_the_distribution_is_that_of_trees_drawn_one_by_one():
-    """Of lengths, of values, of each token's share: two samples of which one is drawn by recursion."""
-    config, rng, wanted = ListOpsConfig(**SHORT), random.Random(5), 4 * BLOCK
-    drawn = []
-    while len(drawn) < wanted:
-        tree = grow(rng, config)
-        if config.min_length <= len(tree) <= config.max_length:
-            drawn.append(tree)
-    made = [tree for number in range(4) for tree in expressions(make_block(config.to_dict(), 0, number))]
-
-    def measures(tree):
-        value, depth = solve(tree)
-        return [
-            *(len(tree) <= n for n in (6, 10, 16, 24, 32)),
-            *(value == n for n in range(10)),
-            *(tree.count(n) / len(tree) for n in range(VOCAB_SIZE)),
-            *(tree[0] == n for n in (MIN, MAX, MED, SM)),
-            *(depth <= n for n in (2, 3)),
-            tree.index(CLOSE) / len(tree),
-        ]
-
-    one, other = (np.mean([measures(tree) for tree in trees], 0) for trees in (drawn, made))
-    assert (abs(one - other) < 2 * deviation(wanted)).all()
+        assert abs(block.lengths.mean() - 1040) < (1999 - 501) * allowed
+        assert abs((block.lengths <= 958).mean() - 0.5) < allowed
 
 
 def likely(count: int, share: float) -> range:
@@ -83,26 +45,32 @@ def likely(count: int, share: float) -> range:
     return range(int((below < FALSE_ALARM / 2).sum()), int((below < 1 - FALSE_ALARM / 2).sum()) + 1)
 
 
+def trees_of(**options) -> list[list[int]]:
+    options = ListOpsConfig(**options).to_dict()
+    return [tree for number in range(5) for tree in expressions(make_block(options, 1, number))]
+
+
 def test_leaves_operators_and_numbers_of_arguments_have_their_shares():
-    config = ListOpsConfig(max_depth=2, min_length=1, max_length=12)  # all trees of depth two
-    trees = [tree for number in range(5) for tree in expressions(make_block(config.to_dict(), 1, number))]
+    trees = trees_of(max_depth=2, min_length=1, max_length=12)  # all trees of depth two
     assert sum(len(tree) == 1 for tree in trees) in likely(len(trees), 3 / 4)
     for arguments in range(2, 11):
         assert sum(len(tree) == 2 + arguments for tree in trees) in likely(len(trees), 1 / 4 / 9)
     for operator in (MIN, MAX, MED, SM):
         assert sum(tree[0] == operator for tree in trees) in likely(len(trees), 1 / 16)
+
+
+def test_lengths_are_chosen_without_changing_the_shares_of_inner_nodes():
+    trees = trees_of(max_depth=3, max_args=2, leaf=0.5, min_length=4, max_length=7)  # not 1 or 10 tokens
+    assert sum(len(tree) == 4 for tree in trees) in likely(len(trees), 1 / 3)
+    deep = [tree for tree in trees if len(tree) == 7]
+    assert sum(tree[1] >= MIN for tree in deep) in likely(len(deep), 1 / 2)
+    inner = [token for tree in deep for token in tree[1:-1] if token >= MIN and token != CLOSE]
+    for operator in (MIN, MAX, MED, SM):
+        assert inner.count(operator) in likely(len(deep), 1 / 4)
+        assert sum(tree[0] == operator for tree in deep) in likely(len(deep), 1 / 4)
     digits = [token for tree in trees for token in tree if token < 10]
     for digit in range(10):
         assert digits.count(digit) in likely(len(digits), 1 / 10)
-
-
-def test_a_block_depends_on_its_seed_and_number_alone():
-    options = ListOpsConfig(**SHORT).to_dict()
-    first, again = make_block(options, 1, 2), make_block(options, 1, 2)
-    assert all((a == b).all() for a, b in zip(first, again, strict=True))
-    for seed, number in ((1, 3), (2, 2), (2, 1)):
-        other = make_block(options, seed, number)
-        assert other.tokens.shape != first.tokens.shape or (other.tokens != first.tokens).any()
 
 
 def test_the_words_of_the_release_are_read():

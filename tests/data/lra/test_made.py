@@ -20,17 +20,26 @@ SHORT = ListOpsConfig(min_length=5, max_length=30, max_depth=4)
 PARTS = ("train", "held_out", "test")
 
 
-def config(folder, **changes) -> LabelledConfig:
+def made(folder, length=30, workers=1, progress=None, **changes):
     values = {"dataset": "listops", "examples": 1500, "held_out": 300, "cache": str(folder), "listops": SHORT}
-    return LabelledConfig(**(values | changes))
-
-
-def made(folder, length=30, workers=1, **changes):
-    return labelled_corpus(config(folder, **changes), length, workers=workers)
+    return labelled_corpus(LabelledConfig(**(values | changes)), length, workers=workers, progress=progress)
 
 
 def sequences(part) -> list[tuple[bytes, int]]:
     return [(part.sequence(i).tobytes(), int(part.labels[i])) for i in range(len(part))]
+
+
+@pytest.mark.parametrize(("maker", "options"), [
+    (listops, SHORT.to_dict()), (pathfinder, {"size": 32, "difficulty": "easy"})
+])  # fmt: skip
+def test_a_block_depends_on_its_seed_and_number_alone(maker, options, monkeypatch):
+    monkeypatch.setattr(maker, "BLOCK", 5)
+    monkeypatch.setattr(pathfinder, "CANVAS_BYTES", 1 << 20)
+    blocks = [maker.make_block(options, *place) for place in ((1, 2), (1, 2), (1, 3), (2, 2), (2, 1))]
+    first, again, *others = [block.tokens.tolist() for block in blocks]
+    assert first == again
+    assert (blocks[0].labels == blocks[1].labels).all()
+    assert first not in others
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +52,18 @@ def corpus(folder):
     return made(folder)
 
 
-def test_two_processes_make_what_one_makes(corpus, tmp_path):
-    two = made(tmp_path, workers=2)
-    assert two.fingerprint == corpus.fingerprint
-    for part in PARTS:
-        assert sequences(getattr(two, part)) == sequences(getattr(corpus, part))
+def test_sequences_differ_and_neither_two_processes_nor_more_examples_change_them(corpus, folder, tmp_path):
+    def read(**changes):
+        found = made(**changes)
+        return {part: sequences(getattr(found, part)) for part in PARTS}, found.fingerprint
 
-
-def test_all_sequences_differ_and_more_examples_leave_the_other_parts_unchanged(corpus, folder):
-    parts = {part: sequences(getattr(corpus, part)) for part in PARTS}
+    parts, fingerprint = read(folder=folder)
     assert [len(rows) for rows in parts.values()] == [1500, 300, 300]
     assert len({tokens for rows in parts.values() for tokens, _ in rows}) == 2100
-    few = made(folder, examples=700)
-    assert {part: sequences(getattr(few, part)) for part in PARTS} == parts | {"train": parts["train"][:700]}
-    assert few.fingerprint != corpus.fingerprint
+    assert read(folder=tmp_path, workers=2) == (parts, corpus.fingerprint)
+    few, other = read(folder=folder, examples=700)
+    assert few == parts | {"train": parts["train"][:700]}
+    assert other != fingerprint
 
 
 def test_an_item_has_tokens_padding_and_a_label(corpus, folder, monkeypatch):
@@ -79,15 +86,14 @@ def test_a_damaged_store_is_rebuilt(corpus, folder, caplog):
     assert "is damaged and will be rebuilt" in caplog.text
 
 
-def make_one_block_and_hang(folder):
-    real = listops.make_block
-    listops.make_block = lambda *args: real(*args) if args[-1] == 0 else time.sleep(600)
-    made(folder)
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_killed_work_resumes_from_its_blocks(corpus, tmp_path):
-    child = multiprocessing.get_context("fork").Process(target=make_one_block_and_hang, args=(tmp_path,))
+    def make_one_block_and_hang():
+        real = listops.make_block
+        listops.make_block = lambda *args: real(*args) if args[-1] == 0 else time.sleep(600)
+        made(tmp_path)
+
+    child = multiprocessing.get_context("fork").Process(target=make_one_block_and_hang)
     child.start()
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not list(tmp_path.glob("making-*/0.npz")):
@@ -96,7 +102,7 @@ def test_killed_work_resumes_from_its_blocks(corpus, tmp_path):
     child.join()
     (blocks,) = tmp_path.glob("making-*")
     seen = []
-    resumed = labelled_corpus(config(tmp_path), 30, workers=1, progress=lambda *state: seen.append(state))
+    resumed = made(tmp_path, progress=lambda *state: seen.append(state))
     assert seen[0] == ("making listops", 1000, 2100), "begins with what was kept"
     assert resumed.fingerprint == corpus.fingerprint
     assert not blocks.exists()
@@ -156,8 +162,9 @@ def test_what_cannot_be_made_is_refused(tmp_path):
 def test_pathfinder_is_made_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(pathfinder, "BLOCK", 40)
     easy = PathfinderConfig(difficulty="easy")
-    asked = LabelledConfig(dataset="pathfinder32", examples=30, held_out=5, cache=str(tmp_path), pathfinder=easy)
-    corpus = labelled_corpus(asked, 1024, workers=1)
+    corpus = made(
+        tmp_path, 1024, dataset="pathfinder32", examples=30, held_out=5, pathfinder=easy, listops=ListOpsConfig()
+    )
     assert [len(getattr(corpus, part)) for part in PARTS] == [30, 5, 5]
     assert (corpus.vocab_size, corpus.classes) == (256, ("apart", "connected"))
     assert {corpus.train[i]["attention_mask"].sum().item() for i in range(30)} == {1024}

@@ -1,27 +1,20 @@
 """Pathfinder: the labels from the geometry, which strokes may meet, balanced classes, the pixels of all sizes."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 
-from subquad.data.lra import pathfinder
-from subquad.data.lra.pathfinder import SEGMENTS, draw, make_block
+from subquad.data.lra.pathfinder import SEGMENTS, draw
 from subquad.data.lra.strokes import DEGREES, MEETS, RULES
-
-KINDS = {(32, "hard"): 40, (32, "easy"): 40, (64, "easy"): 20, (128, "easy"): 20}
 
 
 @pytest.fixture(scope="module")
 def drawn():
     """Images of each kind that is quick to make."""
-    rng = np.random.default_rng(0)
-    return {kind: draw(*kind, count, rng) for kind, count in KINDS.items()}
-
-
-@pytest.fixture(scope="module")
-def drawings(drawn):
-    return [drawing for some in drawn.values() for drawing in some]
+    rng, counts = np.random.default_rng(0), {(32, "hard"): 20, (32, "easy"): 20, (64, "easy"): 10, (128, "easy"): 10}
+    return {kind: draw(*kind, count, rng) for kind, count in counts.items()}
 
 
 def points(drawing, places) -> np.ndarray:
@@ -36,14 +29,6 @@ def line(drawing, snake) -> np.ndarray:
         places.append(place + int(strokes.reaches[way] if way < DEGREES else strokes.ends[way - DEGREES]))
     assert places[-1] == snake.tip
     return points(drawing, places)
-
-
-def covered(drawing, strokes) -> np.ndarray:
-    """How much of each pixel these strokes and their surroundings cover, and the border."""
-    canvas, near = drawing.strokes.blank().astype(int), drawing.strokes.near
-    for place, way in strokes:
-        np.maximum.at(canvas, place + near.pixels[way], near.levels[way])
-    return canvas
 
 
 def joined(image: np.ndarray, start: np.ndarray, end: np.ndarray, gap: float) -> bool:
@@ -76,6 +61,14 @@ def test_the_label_says_whether_one_line_has_both_discs(drawn):
 
 def test_a_stroke_meets_none_that_is_in_its_way(drawn):
     """Each stroke in the order in which they grew, against all that its rule says, drawn from the beginning."""
+
+    def covered(drawing, strokes) -> np.ndarray:
+        """How much of each pixel these strokes and their surroundings cover, and the border."""
+        canvas, near = drawing.strokes.blank().astype(int), drawing.strokes.near
+        for place, way in strokes:
+            np.maximum.at(canvas, place + near.pixels[way], near.levels[way])
+        return canvas
+
     for drawing in (drawing for some in drawn.values() for drawing in some[:8]):
         first, second = (snake.strokes for snake in drawing.targets)
         grown = [(first[n], first[: n - 1] + second[: n - 1]) for n in range(1, len(first))]
@@ -89,8 +82,8 @@ def test_a_stroke_meets_none_that_is_in_its_way(drawn):
             assert (own + covered(drawing, others)).max(where=own > 0, initial=0) < MEETS
 
 
-def test_turns_steps_and_starts_are_those_of_the_rules(drawings):
-    for drawing in drawings:
+def test_turns_steps_and_starts_are_those_of_the_rules(drawn):
+    for drawing in itertools.chain(*drawn.values()):
         strokes, (rules, margin) = drawing.strokes, (drawing.strokes.rules, drawing.strokes.margin)
         for snake in (*drawing.targets, *drawing.distractors):
             ways = strokes.ways[[way for _, way in snake.strokes]]
@@ -147,14 +140,3 @@ def test_the_classes_are_in_balance():
     labels = [drawing.label for drawing in draw(32, "easy", 600, np.random.default_rng(1))]
     allowed = math.sqrt(math.log(2 / 1e-6) / (2 * len(labels)))  # exceeded with a probability of 1e-6 (Hoeffding)
     assert abs(np.mean(labels) - 0.5) < allowed
-
-
-def test_a_block_depends_on_its_seed_and_number_alone(monkeypatch):
-    monkeypatch.setattr(pathfinder, "BLOCK", 5)
-    monkeypatch.setattr(pathfinder, "CANVAS_BYTES", 1 << 20)
-    options = {"size": 32, "difficulty": "easy"}
-    first, again = make_block(options, 1, 2), make_block(options, 1, 2)
-    assert all((a == b).all() for a, b in zip(first, again, strict=True))
-    assert (first.tokens != make_block(options, 1, 3).tokens).any()
-    assert (first.tokens != make_block(options, 2, 2).tokens).any()
-    assert set(first.lengths) == {1024}

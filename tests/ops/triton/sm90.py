@@ -1,7 +1,7 @@
 """Compiles the kernels for an H100 or H200 (sm_90), for which Triton needs no GPU, and prints what came of it as JSON.
 
-A process of its own, since a process either compiles kernels or interprets them: `python sm90.py gated_scan quick`,
-or `python sm90.py gated_scan bfloat16`.
+A process of its own, since a process either compiles kernels or interprets them: `python sm90.py quick gated_scan`, or
+`python sm90.py bfloat16 gated_scan running_softmax`.
 """
 
 import json
@@ -136,20 +136,29 @@ ALL = {
 }
 
 
-def main(family, which):
-    """`quick`: what is used most, at all lengths; the name of a dtype: all sizes in it."""
-    triton.runtime.driver.set_active(Target())
+def report(calls, lengths):
+    """Return the kernels of a family, and how many were compiled again, by length."""
     compiled, again = Compiled(), {}
-    common.launch, common.check_device = compiled.launch, lambda op, *tensors: None
-    quick = which == "quick"
-    for call in QUICK[family] if quick else [partial(f, dtype=getattr(torch, which)) for f in ALL[family]]:
+    common.launch = compiled.launch
+    for call in calls:
         for tokens in FIRST:
             call(tokens)
-        for tokens in LENGTHS if quick else ():
+        for tokens in lengths:
             before = len(compiled.kernels)
             call(tokens)
             again[tokens] = again.get(tokens, 0) + len(compiled.kernels) - before
-    print(json.dumps({"kernels": compiled.report(), "compiled again": again}))
+    return {"kernels": compiled.report(), "compiled again": again}
+
+
+def main(which, *families):
+    """`quick`: what is used most, at all lengths; the name of a dtype: all sizes in it."""
+    triton.runtime.driver.set_active(Target())
+    common.check_device = lambda op, *tensors: None
+    reports = {}
+    for family in families:
+        calls = QUICK[family] if which == "quick" else [partial(f, dtype=getattr(torch, which)) for f in ALL[family]]
+        reports[family] = report(calls, LENGTHS if which == "quick" else ())
+    print(json.dumps(reports))
 
 
 if __name__ == "__main__":

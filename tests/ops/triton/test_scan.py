@@ -1,4 +1,7 @@
-"""The kernels of the gated scan against its definition, the recurrence token by token, in float64."""
+"""The kernels of the gated scan and of the running softmax against their definitions, token by token, in float64.
+
+A scan is named by its decays, with `mean` if normalised; a running softmax by its latents.
+"""
 
 from functools import partial
 from itertools import pairwise
@@ -8,301 +11,438 @@ import torch
 
 from subquad import ops
 from subquad.ops._triton import common
-from subquad.ops._triton.scan import gated_scan, gated_scan_triton, gated_scan_triton_backward
-from subquad.ops._triton.scan_kernels import step_kernel
+from subquad.ops._triton import softmax as module
+from subquad.ops._triton.scan import gated_scan_triton, gated_scan_triton_backward
+from subquad.ops._triton.softmax import running_softmax, running_softmax_backward_op, running_softmax_op
 from subquad.testing.tools import LOW_PRECISION, assert_exact, assert_in_budget, mask_with
+from tests.ops.cases import (
+    ALONE,
+    DEVICE,
+    LAYOUTS,
+    assert_all_exact,
+    assert_all_in_budget,
+    differentiated,
+    plain_scan,
+    plain_softmax,
+    random,
+    thinned,
+)
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-EPS = 0.1
-decays = pytest.mark.parametrize("decay", ["none", "head", "channel"])
-dtypes = pytest.mark.parametrize("dtype", LOW_PRECISION)
-# Lengths around those of chunks, head sizes around those of tiles: tokens, K, V, decay, normalise, dtype.
+EPS, EMPTY = 0.1, -(2.0**100)
+T = 40 if DEVICE == "cpu" else 70
+"""Three chunks of 16 tokens or two of 64, in two segments of a running softmax."""
+LATENTS = {"latents": 10, "one latent": 1}
+MEANS = ("none mean", "head mean", "channel mean")
+KINDS = (*MEANS, *LATENTS)
+kinds = pytest.mark.parametrize("kind", KINDS)
+softmaxes = pytest.mark.parametrize("kind", LATENTS)
+# Lengths around those of chunks, head sizes around those of tiles: kind, tokens, K or L, V, dtype, size of the logits.
 CASES = [
-    (1, 16, 16, "channel", True, FP32),
-    (1, 3, 1, "head", False, BF16),
-    (2, 3, 3, "head", True, FP32),
-    (2, 64, 16, "channel", False, FP16),
-    (15, 1, 64, "none", False, BF16),
-    (16, 43, 16, "channel", True, FP32),
-    (17, 16, 43, "head", False, FP16),
-    (63, 64, 64, "none", True, FP16),
-    (64, 16, 128, "head", True, BF16),
-    (64, 43, 16, "channel", True, FP16),
-    (65, 64, 64, "channel", True, BF16),
-    (65, 16, 16, "none", False, FP32),
-    (127, 16, 16, "head", True, FP32),
-    (128, 64, 64, "none", True, BF16),
-    (129, 16, 16, "channel", False, FP32),
-    (129, 16, 3, "channel", True, BF16),
-    (200, 128, 64, "none", True, BF16),
-    (200, 16, 16, "head", False, BF16),
-    (20, 192, 130, "none", True, BF16),
-    (20, 80, 16, "head", True, FP16),
-    (20, 40, 40, "channel", True, FP32),
-]
-LAYOUTS = {
-    "heads inside tokens": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "a slice": lambda x: torch.cat([x, torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]],
-    "channels apart": lambda x: x.mT.contiguous().mT,
-    "one token for all": lambda x: x[:, :, :1].expand_as(x),
-    "one channel for all": lambda x: x[..., :1].expand_as(x),
-}
+    ("channel mean", 1, 16, 16, FP32), ("head", 1, 3, 1, BF16), ("head mean", 2, 3, 3, FP32),
+    ("channel", 2, 64, 16, FP16), ("none", 15, 1, 64, BF16), ("channel mean", 16, 43, 16, FP32),
+    ("head", 17, 16, 43, FP16), ("none mean", 63, 64, 64, FP16), ("head mean", 64, 16, 128, BF16),
+    ("channel mean", 64, 43, 16, FP16), ("channel mean", 65, 64, 64, BF16), ("none", 65, 16, 16, FP32),
+    ("head mean", 127, 16, 16, FP32), ("none mean", 128, 64, 64, BF16), ("channel", 129, 16, 16, FP32),
+    ("channel mean", 67, 16, 3, BF16), ("none mean", 200, 128, 64, BF16), ("head", 200, 16, 16, BF16),
+    ("none mean", 20, 192, 130, BF16), ("head mean", 20, 80, 16, FP16), ("channel mean", 20, 40, 40, FP32),
+    ("latents", 1, 10, 16, FP32), ("latents", 1, 1, 1, BF16), ("latents", 2, 1, 16, FP32), ("latents", 2, 43, 16, FP16),
+    ("latents", 15, 10, 80, BF16, 3), ("latents", 16, 43, 16, FP32, 3), ("latents", 17, 1, 64, FP16, 3),
+    ("latents", 63, 64, 64, FP16), ("latents", 64, 1, 16, FP32), ("latents", 33, 10, 16, FP32),
+    ("latents", 65, 64, 80, BF16), ("latents", 65, 10, 1, FP32, 3), ("latents", 65, 1, 80, BF16, 3),
+    ("latents", 127, 10, 16, FP16, 3), ("latents", 128, 43, 64, BF16), ("latents", 130, 10, 16, FP16),
+    ("latents", 129, 1, 64, FP16), ("latents", 200, 64, 64, BF16), ("latents", 20, 10, 150, BF16),
+    ("latents", 200, 1, 16, FP32), ("latents", 20, 130, 16, FP32), ("latents", 20, 130, 16, BF16),
+    ("latents", 200, 10, 16, BF16), ("latents", 20, 1, 150, FP32),
+]  # fmt: skip
 
 
 @pytest.fixture
-def make(random):
-    """A state, queries, inputs, values, and log decays where asked; weights are positive, so that totals are."""
-
-    def inputs(tokens, decay="none", dtype=FP32, *, normalise=True, K=16, V=16, batch=1, heads=1):
-        shape, F = (batch, heads, tokens), {"none": 0, "head": 1, "channel": K}[decay]
-        state = random(batch, heads, K, V + normalise, seed=5, dtype=FP32).abs()
-        q, i = (random(*shape, K, seed=n, dtype=dtype).abs() for n in (1, 2))
-        log_f = [-0.3 * random(*shape, F, seed=4, dtype=dtype).abs()] if F else []
-        return [state, q, i, random(*shape, V, seed=3, dtype=dtype), *log_f]
-
-    return inputs
+def short_chunks(monkeypatch):
+    """Chunks of 16 tokens in every dtype if interpreted: a chunk costs as much whatever its size."""
+    if DEVICE == "cpu":
+        of = module.Tiles.of
+        monkeypatch.setattr(module.Tiles, "of", lambda *sizes: of(*sizes)._replace(chunk=16))
 
 
-def kernels(state, q, i, v, log_f=None, *, mask=None, normalise=True, eps=EPS):
-    return gated_scan(q, i, v, log_f, state, mask, normalise, eps)
+short = pytest.mark.usefixtures("short_chunks")
 
 
-def reference(state, q, i, v, log_f=None, *, normalise=True, eps=EPS, backend="reference", mask=None):
-    return tuple(ops.gated_scan(q, i, v, log_f, state=state, mask=mask, normalise=normalise, eps=eps, backend=backend))
+def make(kind, tokens, dtype=FP32, K=None, V=16, size=1.0, *, batch=1, heads=1):
+    """Return q, i, v and any log decays, all weights positive, or p(l | t), logits, v; then the tensors of a state."""
+    shape = (batch, heads, tokens)
+    v = random(*shape, V, seed=3, dtype=dtype)
+    if kind in LATENTS:
+        K = K or LATENTS[kind]
+        p, logits = random(*shape, K, seed=1).softmax(-1).to(dtype), (size * random(*shape, K, seed=2)).to(dtype)
+        return [p, logits, v], [random(batch, heads, K, seed=4), random(batch, heads, K, V, seed=5, dtype=FP32)]
+    K = K or 16
+    F = {"none": 0, "head": 1, "channel": K}[kind.split()[0]]
+    q, i = (random(*shape, K, seed=n, dtype=dtype).abs() for n in (1, 2))
+    log_f = [-0.3 * random(*shape, F, seed=4, dtype=dtype).abs()] if F else []
+    return [q, i, v, *log_f], [random(batch, heads, K, V + ("mean" in kind), seed=5, dtype=FP32).abs()]
 
 
-chunked = partial(reference, backend="torch")
+def empty(state):
+    *lse, mean = state
+    return [*(torch.full_like(x, EMPTY) for x in lse), torch.zeros_like(mean)]
 
 
-def plain(state, q, i, v, log_f=None, *, normalise=True, eps=EPS):
-    """Every weight, in the dtype of the inputs."""
-    G_BHTF = torch.zeros_like(q[..., :1]) if log_f is None else log_f.cumsum(2)
-    future_TS1 = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)[..., None]
-    decay_BHTSF = (G_BHTF[:, :, :, None] - G_BHTF[:, :, None]).masked_fill(future_TS1, -torch.inf).exp()
-    w_BHTS = (q[:, :, :, None] * i[:, :, None] * decay_BHTSF).sum(-1)
-    v = torch.cat([v, torch.ones_like(v[..., :1])], -1) if normalise else v
-    out = w_BHTS @ v + (q * G_BHTF.exp()) @ state.to(q.dtype)
-    state = state * G_BHTF[:, :, -1, :, None].exp() + (i * decay_BHTSF[:, :, -1]).mT @ v
-    return (out[..., :-1] / (out[..., -1:] + eps) if normalise else out), state
+def scan(kind, *tensors, mask=None, backend="triton", eps=EPS):
+    """Return outputs, the lse of a running softmax, and the state. The backend `plain` computes from every weight."""
+    inputs = tensors[: 3 + kind.startswith(("head", "channel"))]
+    state = tensors[len(inputs) :]
+    if kind in LATENTS:
+        if backend == "plain":
+            return plain_softmax(*tensors, mask=mask)
+        if backend == "triton":
+            return running_softmax(*inputs, state or None, mask)
+        out, after, lse = ops.running_softmax(*inputs, state=state or None, mask=mask, backend=backend)
+        return out, lse, *after
+    q, i, v, log_f = (*inputs, None)[:4]
+    options = {"state": state[0] if state else None, "normalise": "mean" in kind, "eps": eps}
+    if backend == "plain":
+        return plain_scan(q, i, v, log_f, **options)
+    return tuple(ops.gated_scan(q, i, v, log_f, mask=mask, backend=backend, **options))
 
 
-def assert_is_the_scan(differentiated, inputs, dtype, measure=plain, lay=lambda x: x, results=slice(None), **options):
-    """Results and gradients with an error of at most twice that of the measure in this dtype."""
-    found = []
-    for f, dtyped in ((kernels, inputs), (measure, inputs), (reference, [x.double() for x in inputs])):
-        found.append(differentiated(lambda s, *x, f=f: f(s, *map(lay, x), **options)[results], dtyped))
-    for n, (actual, expected, exact) in enumerate(zip(*found, strict=True)):
-        assert_in_budget(actual, expected, exact, dtype, f"result {n}")
+def assert_is_the_definition(kind, inputs, dtype, measure="plain", results=slice(None), leave_out=None, **options):
+    """Return results and gradients, whose errors are at most twice those of the measure in this dtype."""
+    forms = ("triton", inputs), (measure, inputs), ("reference", [x.double() for x in inputs])
+    found = [differentiated(lambda *x, f=f: scan(kind, *x, backend=f, **options)[results], x) for f, x in forms]
+    compared = [[y for n, y in enumerate(ys) if n != leave_out] for ys in found]
+    assert_all_in_budget(*compared, dtype)
+    return found[0]
 
 
-def assert_results_in_budget(actual, inputs, dtype, **options):
-    """Outputs and final state with an error of at most twice that of the chunked form in this dtype."""
-    exact = reference(*(x.double() for x in inputs), **options)
-    for n, expected in enumerate(chunked(*inputs, **options)):
-        assert_in_budget(actual[n], expected, exact[n], dtype, f"result {n}")
+def assert_results_in_budget(kind, actual, inputs, dtype):
+    """Compare results whose errors are at most twice those of `plain` for a softmax, of `torch` for others."""
+    measured = scan(kind, *inputs, backend="plain" if kind in LATENTS else "torch")
+    assert_all_in_budget(actual, measured, scan(kind, *(x.double() for x in inputs), backend="reference"), dtype)
 
 
-def assert_all_exact(actual, expected):
-    for n, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        assert_exact(a, e, f"result {n}")
+def in_pieces(kind, inputs, state, cuts):
+    """Return the results of pieces between `cuts`, with the state carried from piece to piece."""
+    outs, count = [], len(state)
+    for start, stop in pairwise(cuts):
+        results = scan(kind, *(x[:, :, start:stop] for x in inputs), *state)
+        outs.append(results[:-count])
+        state = results[-count:]
+    return [*(torch.cat(x, 2) for x in zip(*outs, strict=True)), *state]
 
 
-@pytest.mark.thinned(3, case=CASES)
-def test_outputs_states_and_gradients(make, differentiated, case):
-    tokens, K, V, decay, normalise, dtype = case
-    inputs = make(tokens, decay, dtype, normalise=normalise, K=K, V=V)
-    assert_is_the_scan(differentiated, inputs, dtype, normalise=normalise)
+# The laws of all scans.
 
 
-@decays
-def test_the_scan_begins_with_an_empty_state(make, differentiated, decay):
-    state, *inputs = make(20, decay)
-    zeros = torch.zeros_like(state)
-    results = [differentiated(lambda *x, s=s: kernels(s, *x), inputs) for s in (None, zeros)]
-    assert_all_exact(*results)
+@thinned(3, case=CASES)
+def test_outputs_states_and_gradients(case):
+    kind, tokens, K, V, dtype, *size = case
+    inputs, state = make(kind, tokens, dtype, K, V, *size)
+    assert_is_the_definition(kind, [*inputs, *state], dtype)
 
 
-@decays
-@pytest.mark.parametrize("which", [0, 1], ids=["out", "state"])
-def test_each_result_has_its_own_gradients(make, differentiated, decay, which):
-    assert_is_the_scan(differentiated, make(20, decay), FP32, results=slice(which, which + 1))
+@short
+@kinds
+def test_a_scan_begins_with_an_empty_state(kind):
+    inputs, state = make(kind, T if kind in LATENTS else 20)
+    expected = assert_is_the_definition(kind, inputs, FP32)
+    assert_all_exact(differentiated(lambda *x: scan(kind, *x, *empty(state)), inputs), expected)
 
 
-@decays
-def test_padding_does_not_exist(make, differentiated, device, decay):
-    mask = mask_with([(9, 25, 6), (0, 33, 7)]).to(device)
-    state, *inputs = make(40, decay, batch=2)
-    assert_is_the_scan(differentiated, [state, *inputs], FP32, chunked, mask=mask)
-    results = []
-    for rubbish in (0.0, torch.nan):
-        padded = [x.masked_fill(~mask[:, None, :, None], rubbish) for x in inputs]
-        results.append(differentiated(partial(kernels, mask=mask), [state, *padded]))
-    assert_all_exact(*results)
-    out, _, _, *gradients = results[0]
-    for x in (out, *gradients):
+@thinned(2, which=range(4), kind=KINDS)
+def test_each_result_has_its_own_gradients(which, kind):
+    which = which if kind in LATENTS else which // 2  # outputs and state alone
+    inputs, state = make(kind, 70 if kind in LATENTS else 20)
+    measure = "torch" if kind in LATENTS else "plain"
+    assert_is_the_definition(kind, [*inputs, *state], FP32, measure, slice(which, which + 1))
+
+
+@short
+@kinds
+def test_padding_does_not_exist(kind):
+    mask = mask_with([(9, T - 15, 6), (0, T - 7, 7)]).to(DEVICE)
+    inputs, state = make(kind, T, size=2.0, batch=2, heads=2)
+    measure = "plain" if kind in LATENTS else "torch"
+    results = assert_is_the_definition(kind, [*inputs, *state], FP32, measure, mask=mask)
+    padded = [x.masked_fill(~mask[:, None, :, None], torch.nan) for x in inputs]
+    assert_all_exact(differentiated(partial(scan, kind, mask=mask), [*padded, *state]), results)
+    gradients = results[-len(inputs) - len(state) : -len(state)]
+    for x in (results[0], *gradients):
         x = x.transpose(1, 2)[~mask]
         assert_exact(x, torch.zeros_like(x))
 
 
-def test_rows_that_are_all_padding_leave_the_state(make, device):
-    state, *inputs = make(20, "channel")
-    out, after = kernels(state, *inputs, mask=torch.zeros(1, 20, dtype=torch.bool, device=device))
-    assert_exact(out, torch.zeros_like(out))
-    assert_exact(after, state)
+@kinds
+def test_rows_that_are_all_padding_leave_the_state(kind):
+    inputs, state = make(kind, 20)
+    mask = torch.zeros(1, 20, dtype=torch.bool, device=DEVICE)
+    for before, expected in ((state, state), ([], empty(state))):
+        out, *_ = results = scan(kind, *inputs, *before, mask=mask)
+        assert_exact(out, torch.zeros_like(out))
+        after = results[-len(state) :]
+        if kind in LATENTS:
+            assert_all_in_budget(after, expected, expected, FP32)
+        else:
+            assert_all_exact(after, expected)
 
 
-@pytest.mark.thinned(4, layout=LAYOUTS, decay=("head", "channel"))
-def test_strides(make, differentiated, decay, layout):
-    lay = LAYOUTS[layout]
-    inputs = make(5, decay, batch=2, heads=2, normalise=False)
-    assert_is_the_scan(differentiated, inputs, FP32, chunked, lay, normalise=False)
+@thinned(4, layout=LAYOUTS, kind=("head mean", "channel mean", *LATENTS))
+def test_strides_change_nothing(layout, kind):
+    def gradients(inputs, expand):
+        leaves = [x.detach().requires_grad_() for x in (*inputs, *state)]
+        out, *results = scan(kind, *leaves)
+        gradient = expand(torch.ones((), device=DEVICE).expand(out.shape))
+        return [out, *results, *torch.autograd.grad(out, leaves, gradient)]
+
+    inputs, state = make(kind, 5, batch=2, heads=2)
+    strided = [LAYOUTS[layout](x) for x in inputs]
+    expected = gradients([x.contiguous() for x in strided], torch.Tensor.contiguous)
+    assert_all_exact(gradients(strided, lambda gradient: gradient), expected)
 
 
-def test_gradients_may_be_expanded(make):
-    inputs = [x.requires_grad_() for x in make(20, "channel")]
-    out, _ = kernels(*inputs)
-    expanded = torch.autograd.grad(out.sum(), inputs, retain_graph=True)
-    assert_all_exact(expanded, torch.autograd.grad(out, inputs, torch.ones_like(out)))
+FUTURES = [*((kind, 1.0) for kind in MEANS), *((kind, size) for kind in LATENTS for size in (1.0, 30.0, 1e4))]
 
 
-@pytest.mark.thinned(2, decay=("head", "channel"), dtype=LOW_PRECISION)
-def test_strong_decays(random, make, differentiated, decay, dtype):
+@short
+@thinned(3, case=FUTURES, dtype=LOW_PRECISION)
+def test_no_bit_depends_on_the_future(case, dtype):
+    kind, size = case
+    tokens = T if kind in LATENTS else 80
+    inputs, state = make(kind, tokens, dtype, size=size)
+    if kind in LATENTS:
+        p, k, v = inputs
+        others = [p.flip(2), 1e4 * k.sign(), 1e4 * v]
+    else:
+        others = [*(-1e4 * x for x in inputs[:3]), *(torch.full_like(x, -1e4) for x in inputs[3:])]
+    outs = slice(0, -len(state))
+    expected = scan(kind, *inputs, *state)[outs]
+    for now in (5, tokens - 9):
+        later = torch.arange(tokens, device=DEVICE)[:, None] > now
+        changed = [torch.where(later, x, y) for x, y in zip(others, inputs, strict=True)]
+        for before, after in zip(expected, scan(kind, *changed, *state)[outs], strict=True):
+            assert_exact(after[:, :, : now + 1], before[:, :, : now + 1])
+            assert kind not in LATENTS or after.isfinite().all()
+
+
+@short
+@thinned(3, kind=KINDS, dtype=LOW_PRECISION)
+def test_a_scan_may_be_cut_anywhere(kind, dtype):
+    inputs, state = make(kind, T, dtype)
+    for cuts in ((0, 1, 17, 17, T - 1, T), (0, 32, T)):
+        assert_results_in_budget(kind, in_pieces(kind, inputs, state, cuts), [*inputs, *state], dtype)
+
+
+@thinned(3, kind=(*KINDS, "none", "head", "channel"), dtype=LOW_PRECISION)
+def test_a_token_at_a_time_is_one_launch_each(kind, dtype, monkeypatch):
+    launched, launch = [], common.launch
+    monkeypatch.setattr(common, "launch", lambda kernel, *x, **y: launched.append(kernel) or launch(kernel, *x, **y))
+    inputs, state = make(kind, 4, dtype, LATENTS.get(kind, 80), 70, batch=2)
+    actual = in_pieces(kind, inputs, state, range(5))
+    assert len(launched) == 4
+    assert_results_in_budget(kind, actual, [*inputs, *state], dtype)
+
+
+@kinds
+def test_a_token_of_padding_is_no_step(kind):
+    inputs, state = make(kind, 1, batch=2)
+    mask = torch.tensor([[True], [False]], device=DEVICE)
+    results, other = (
+        scan(kind, *(x.masked_fill(~mask[:, None, :, None], y) for x in inputs), *state, mask=mask)
+        for y in (0.0, torch.nan)
+    )
+    assert_all_exact(other, results)
+    assert_exact(results[0][1], torch.zeros_like(results[0][1]))
+    assert_all_exact([x[1] for x in results[-len(state) :]], [x[1] for x in state])
+    if kind in LATENTS:
+        assert_exact(results[1][1, :, 0], state[0][1].float())
+    assert_all_exact([x[:1] for x in results], scan(kind, *(x[:1] for x in (*inputs, *state))))
+
+
+@kinds
+@pytest.mark.parametrize("shape", [(1, 2, 0), (0, 2, 5), (2, 0, 5)])
+def test_nothing_at_all(kind, shape):
+    batch, heads, tokens = shape
+    inputs, state = make(kind, tokens, batch=batch, heads=heads)
+    count = len(state)
+    results = differentiated(partial(scan, kind), [*inputs, *state])
+    outs = results[: len(results) - len(inputs) - 2 * count]
+    assert [x.shape for x in outs] == [(*shape, n) for n in (16, LATENTS.get(kind))[: len(outs)]]
+    assert_all_exact(results, differentiated(lambda *x: (*outs, *x[-count:]), [*inputs, *state]))
+    assert_all_exact(scan(kind, *inputs)[-count:], empty(state))
+
+
+@thinned(2, kind=("channel mean", "one latent", "latents"))
+def test_compiled_is_eager(kind):
+    inputs, state = make(kind, 20)
+    run = partial(scan, kind)
+    compiled = torch.compile(lambda *x: run(*x), fullgraph=True, backend="aot_eager")
+    assert_all_exact(*(differentiated(f, [*inputs, *state]) for f in (compiled, run)))
+
+
+@pytest.mark.parametrize(("kind", "op"), [("head mean", "gated_scan"), ("latents", "running_softmax")])
+def test_other_dtypes_and_devices_are_refused(kind, op, monkeypatch):
+    inputs, _ = make(kind, 3)
+    for n in range(len(inputs)):
+        wide = [x.double() if n == m else x for m, x in enumerate(inputs)]
+        with pytest.raises(ValueError, match=f"'triton' of {op} computes in float32, bfloat16, float16, got .*float64"):
+            scan(kind, *wide)
+    monkeypatch.setattr(common, "INTERPRETED", False)
+    with pytest.raises(ValueError, match=rf"'triton' of {op} needs tensors on a CUDA device .*, got cpu"):
+        scan(kind, *(x.cpu() for x in inputs))
+
+
+# The gated scan.
+
+
+@thinned(2, kind=("head mean", "channel mean"), dtype=LOW_PRECISION)
+def test_strong_decays(kind, dtype):
     """Logarithms of decays from -1e-3 to -1e4 side by side, and some that forget all."""
-    state, *inputs, log_f = make(100, decay, dtype)
+    (*inputs, log_f), state = make(kind, 70, dtype)
     log_f = -(3 * random(*log_f.shape, seed=6)).exp().to(dtype)
     log_f[:, :, ::7] = -1e-3
-    assert_is_the_scan(differentiated, [state, *inputs, log_f], dtype, chunked)
+    assert_is_the_definition(kind, [*inputs, log_f, *state], dtype, "torch")
     log_f[:, :, 40] = -torch.inf
-    out, after, *gradients = differentiated(kernels, [state, *inputs, log_f])
+    out, after, *gradients = differentiated(partial(scan, kind), [*inputs, log_f, *state])
     assert all(x.isfinite().all() for x in gradients)
-    rest = [torch.zeros_like(state), *(x[:, :, 40:] for x in (*inputs, log_f))]
-    assert_results_in_budget((out[:, :, 40:], after), rest, dtype)
+    rest = [x[:, :, 40:] for x in (*inputs, log_f)]
+    assert_results_in_budget(kind, (out[:, :, 40:], after), [*rest, *empty(state)], dtype)
 
 
-@pytest.mark.parametrize("zero", ["q", "i"])
+@pytest.mark.parametrize("zero", [0, 1], ids=["q", "i"])
 @pytest.mark.parametrize("eps", [0.0, 1e-30])
-def test_a_token_without_any_weight_gives_zero_and_finite_gradients(make, differentiated, zero, eps):
-    _, q, i, v = make(20)
-    (q if zero == "q" else i)[:, :, :7] = 0
-    out, _, *gradients = differentiated(lambda *x: kernels(None, *x, eps=eps), [q, i, v])
+def test_a_token_without_any_weight_gives_zero_and_finite_gradients(zero, eps):
+    inputs, _ = make("none mean", 20)
+    inputs[zero][:, :, :7] = 0
+    out, _, *gradients = differentiated(lambda *x: scan("none mean", *x, eps=eps), inputs)
     assert_exact(out[:, :, :7], torch.zeros_like(out[:, :, :7]))
     assert all(x.isfinite().all() for x in (out, *gradients))
 
 
-@dtypes
-def test_sums_beyond_the_range_of_float16_are_finite(make, differentiated, dtype):
-    state, q, i, v = make(100, dtype=dtype)
-    results = differentiated(kernels, [state, q, 100 * i, 300 * v])
+@pytest.mark.parametrize("dtype", LOW_PRECISION)
+def test_sums_beyond_the_range_of_float16_are_finite(dtype):
+    (q, i, v), state = make("none mean", 70, dtype)
+    results = differentiated(partial(scan, "none mean"), [q, 100 * i, 300 * v, *state])
     assert results[1].abs().max() > torch.finfo(FP16).max
     assert all(x.isfinite().all() for x in results)
 
 
-@pytest.mark.thinned(3, decay=("none", "head", "channel"), dtype=LOW_PRECISION)
-def test_no_bit_depends_on_the_future(make, decay, dtype):
-    state, *inputs = make(100, decay, dtype)
-    out, _ = kernels(state, *inputs)
-    for now in (5, 63, 70):
-        q, i, v, *log_f = (x.clone() for x in inputs)
-        for x in (q, i, v):
-            x[:, :, now + 1 :] *= -1e4
-        for x in log_f:
-            x[:, :, now + 1 :] = -1e4
-        assert_exact(kernels(state, q, i, v, *log_f)[0][:, :, : now + 1], out[:, :, : now + 1])
+def test_inputs_of_several_dtypes():
+    (q, i, v, log_f), state = make("channel mean", 20)
+    inputs = [q, i.half(), v.bfloat16(), log_f, *state]
+    results = assert_is_the_definition("channel mean", inputs, BF16, "torch")
+    assert [x.dtype for x in results] == [BF16, FP32, FP32, FP16, BF16, FP32, FP32]
 
 
-@decays
-def test_the_scan_may_be_cut_anywhere(make, decay):
-    state, *inputs = make(100, decay)
-    after, outs = state, []
-    for start, stop in pairwise((0, 1, 17, 64, 64, 100)):
-        out, after = kernels(after, *(x[:, :, start:stop] for x in inputs))
-        outs.append(out)
-    assert_results_in_budget((torch.cat(outs, 2), after), [state, *inputs], FP32)
-
-
-@pytest.mark.thinned(3, decay=("none", "head", "channel"), normalise=(False, True), dtype=LOW_PRECISION)
-def test_one_token_at_a_time(make, monkeypatch, decay, normalise, dtype):
-    """Without gradients one token is one launch."""
-    launched, launch = [], common.launch
-    monkeypatch.setattr(common, "launch", lambda kernel, *x, **y: launched.append(kernel) or launch(kernel, *x, **y))
-    state, *inputs = make(6, decay, dtype, K=80, V=70, normalise=normalise, batch=2)
-    after, outs = state, []
-    for t in range(6):
-        out, after = kernels(after, *(x[:, :, t : t + 1] for x in inputs), normalise=normalise)
-        outs.append(out)
-    assert launched == [step_kernel] * 6
-    assert_results_in_budget((torch.cat(outs, 2), after), [state, *inputs], dtype, normalise=normalise)
-
-
-def test_a_token_of_padding_is_no_step(make, device):
-    state, *inputs = make(1, "head", batch=2)
-    mask = torch.tensor([[True], [False]], device=device)
-    results = [
-        kernels(state, *(x.masked_fill(~mask[:, None, :, None], y) for x in inputs), mask=mask) for y in (0, torch.nan)
-    ]
-    assert_all_exact(*results)
-    out, after = results[0]
-    assert_exact(out[1], torch.zeros_like(out[1]))
-    assert_exact(after[1], state[1])
-    assert_all_exact((out[:1], after[:1]), kernels(state[:1], *(x[:1] for x in inputs)))
-
-
-@pytest.mark.thinned(3, decay=("channel", "head", "none"))
-def test_a_batch_is_its_rows(make, decay):
-    inputs = make(40, decay, batch=2, heads=2)
-    whole = kernels(*inputs)
-    for b in range(2):
-        assert_all_exact(kernels(*(x[b : b + 1] for x in inputs)), [x[b : b + 1] for x in whole])
-
-
-@pytest.mark.parametrize("shape", [(1, 2, 0), (0, 2, 5), (2, 0, 5)])
-@decays
-def test_nothing_at_all(make, differentiated, decay, shape):
-    batch, heads, tokens = shape
-    state, *inputs = make(tokens, decay, batch=batch, heads=heads)
-    out, after, *gradients = differentiated(kernels, [state, *inputs])
-    assert out.shape == (*shape, 16)
-    assert_exact(after, state)
-    assert [x.shape for x in gradients] == [x.shape for x in (state, *inputs)]
-    empty = kernels(None, *inputs)[1]
-    assert_exact(empty, torch.zeros_like(state))
-
-
-def test_inputs_of_several_dtypes(make, differentiated):
-    state, q, i, v, log_f = make(20, "channel")
-    inputs = [state, q, i.half(), v.bfloat16(), log_f]
-    assert_is_the_scan(differentiated, inputs, BF16, chunked)
-    results = differentiated(kernels, inputs)
-    assert [x.dtype for x in results] == [BF16, FP32, FP32, FP32, FP16, BF16, FP32]
-
-
-@pytest.mark.thinned(3, case=[("channel", True), ("none", True), ("head", False)])
-def test_the_operations_keep_torchs_rules(make, device, case):
-    decay, normalise = case
-    state, *inputs = make(3, decay, normalise=normalise)
-    inputs += [] if len(inputs) == 4 else [None]
-    mask = torch.tensor([[True, False, True]], device=device)
+@thinned(3, kind=("channel mean", "none mean", "head"))
+def test_the_scans_operations_keep_torchs_rules(kind):
+    inputs, (state,) = make(kind, 3)
+    inputs, normalise = (*inputs, None)[:4], "mean" in kind
+    mask = torch.tensor([[True, False, True]], device=DEVICE)
     out, _, *kept = gated_scan_triton(*inputs, state, mask, normalise, EPS, True)
     arguments = (torch.ones_like(out), torch.ones_like(state), *inputs, mask, out, *kept, normalise)
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(gated_scan_triton_backward, arguments, test_utils=tests)
-    torch.library.opcheck(gated_scan_triton, (*inputs, None, None, normalise, EPS, False), test_utils=tests)
+    torch.library.opcheck(gated_scan_triton_backward, arguments, test_utils=ALONE)
+    torch.library.opcheck(gated_scan_triton, (*inputs, None, None, normalise, EPS, False), test_utils=ALONE)
     arguments = [None if x is None else x.requires_grad_() for x in (*inputs, state)]
     torch.library.opcheck(gated_scan_triton, (*arguments, mask, normalise, EPS, True))
 
 
-def test_compiled_is_eager(make, differentiated):
-    inputs = make(20, "channel")
-    compiled = torch.compile(kernels, fullgraph=True, backend="aot_eager")
-    assert_all_exact(*(differentiated(f, inputs) for f in (compiled, kernels)))
+# The running softmax.
 
 
-def test_other_dtypes_and_devices_are_refused(make, monkeypatch):
-    state, q, i, v, log_f = make(3, "head")
-    names = "float32, bfloat16, float16"
-    for inputs in ([q, i, v.double()], [q, i, v, log_f.double()]):
-        with pytest.raises(ValueError, match=f"'triton' of gated_scan computes in {names}, got torch.float64"):
-            kernels(state, *inputs)
-    monkeypatch.setattr(common, "INTERPRETED", False)
-    with pytest.raises(ValueError, match=r"'triton' of gated_scan needs tensors on a CUDA device .*, got cpu"):
-        kernels(None, *(x.cpu() for x in (q, i, v)))
+@softmaxes
+def test_an_lse_that_is_not_wanted_changes_nothing(kind):
+    inputs, state = make(kind, 20)
+    out, lse, *after = running_softmax(*inputs, state, None, want_lse=False)
+    assert lse is None
+    expected, _, *rest = scan(kind, *inputs, *state)
+    assert_all_exact([out, *after], [expected, *rest])
+
+
+EXTREMES = {
+    "normal, 30": lambda x: 30 * x,
+    "normal, 200": lambda x: 200 * x,
+    "either end": lambda x: 1e4 * x.sign(),
+    "rising": lambda x: torch.linspace(-1e4, 1e4, x.shape[2], device=x.device)[:, None] + x,
+    "falling": lambda x: torch.linspace(1e4, -1e4, x.shape[2], device=x.device)[:, None] + x,
+    "a late huge key": lambda x: torch.where(torch.arange(x.shape[2], device=x.device)[:, None] == 37, 1e4, x),
+}
+
+
+@short
+@thinned(6, kind=("one latent", "latents"), case=EXTREMES, dtype=LOW_PRECISION)
+def test_extreme_logits(kind, case, dtype):
+    (p, k, v), _ = make(kind, T)
+    inputs = [p.to(dtype), EXTREMES[case](k).to(dtype), v.to(dtype)]
+    # Where one key takes all, the gradient of logits is a difference of equal sums over time, each rounded on its own.
+    results = assert_is_the_definition(kind, inputs, dtype, leave_out=5 if dtype == FP32 else None)
+    assert all(x.isfinite().all() for x in results)
+
+
+@short
+@softmaxes
+def test_before_the_first_real_token_there_is_nothing(kind):
+    inputs, _ = make(kind, T)
+    out, lse, *_ = scan(kind, *inputs, mask=torch.arange(T, device=DEVICE)[None] >= T - 4)
+    assert_exact(out[:, :, :-4], torch.zeros_like(out[:, :, :-4]))
+    assert (lse[:, :, :-4] == EMPTY).all()
+    assert lse[:, :, -4:].isfinite().all()
+
+
+@softmaxes
+def test_logits_of_minus_infinity_weigh_nothing(kind):
+    inputs, state = make(kind, 6)
+    inputs[1][:, :, :3] = -torch.inf
+    rest = [x[:, :, 3:] for x in inputs]
+    measured, exact = (scan(kind, *(x.to(dtype) for x in rest), backend="reference") for dtype in (FP32, torch.float64))
+    for out, _, *after in (scan(kind, *inputs), in_pieces(kind, inputs, empty(state), range(7))):
+        assert_exact(out[:, :, :3], torch.zeros_like(out[:, :, :3]))
+        for n, actual in zip((0, 2, 3), (out[:, :, 3:], *after), strict=True):
+            assert_in_budget(actual, measured[n], exact[n], FP32)
+
+
+def test_a_long_past_is_not_forgotten():
+    (p, k, v), (a, s) = make("latents", 1)
+    zero = torch.zeros_like(k)
+    a = torch.full_like(a, 20.0)
+    for _ in range(3):
+        _, _, after, _ = scan("latents", p, zero, v, a, s)
+        longer = scan("latents", *(x.expand(-1, -1, 20, -1) for x in (p, zero, v)), a, s)[2]
+        assert (after > a).all()
+        assert (longer > after).all()
+        a = after
+    expected = torch.full_like(a, 3).div(torch.tensor(20.0).double().exp()).log1p()
+    # 6e-9 beside 20: float64 leaves six digits of it.
+    assert_in_budget(a - 20, expected, expected, torch.float16)
+
+
+@short
+@pytest.mark.parametrize("L", [1, 64])
+def test_one_segment_or_several(monkeypatch, L):
+    (p, k, v), state = make("latents", T, K=L)
+    of = module.Tiles.of
+    assert module.Plan.of(p, v).segments > 1
+    monkeypatch.setattr(module.Tiles, "of", lambda *sizes: of(*sizes)._replace(programs=1))
+    assert module.Plan.of(p, v).segments == 1
+    assert_is_the_definition("latents", [p, k, v, *state], FP32)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_probabilities_and_values_may_differ_in_dtype(dtype):
+    (p, k, v), state = make("latents", 10)
+    for inputs in ([p, k.to(dtype), v.to(dtype), *state], [p.to(dtype), k.to(dtype), v, *state]):
+        assert assert_is_the_definition("latents", inputs, dtype)[0].dtype == inputs[2].dtype
+
+
+@thinned(2, kind=LATENTS)
+def test_the_softmaxs_operations_keep_torchs_rules(kind):
+    inputs, (a, s) = make(kind, 3)
+    mask = torch.ones(1, 3, dtype=torch.bool, device=DEVICE)
+    leaves = [x.clone().requires_grad_() for x in (*inputs, a, s)]
+    torch.library.opcheck(running_softmax_op, (*leaves[:3], mask, *leaves[3:], True, True))
+    torch.library.opcheck(running_softmax_op, (*inputs, None, None, None, False, False), test_utils=ALONE)
+    one = [x[:, :, :1] for x in inputs]
+    torch.library.opcheck(running_softmax_op, (*one, None, a, s, True, False), test_utils=ALONE)
+    out, lse, a_end, s_end, *saved = running_softmax_op(*inputs, mask, a, s, True, True)
+    gradients = torch.ones_like(out), torch.ones_like(lse), torch.ones_like(a_end), None
+    arguments = (*gradients, *inputs, mask, a, s, a_end, s_end, *saved)
+    torch.library.opcheck(running_softmax_backward_op, arguments, test_utils=ALONE)
