@@ -62,26 +62,50 @@ class Tiles(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Tiles of each kernel."""
+    """Tiles of each kernel, and the most shared memory that one of them takes, in KiB."""
 
+    shared: int
     forward: Tiles
     decode: Tiles
     queries: Tiles
     keys: Tiles
 
 
-SIZES: dict[tuple[int, int], Sizes] = {
-    (2, 64): Sizes(Tiles(128, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 2)),
-    (2, 128): Sizes(Tiles(128, 64, 8, 3), Tiles(16, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(32, 128, 8, 2)),
-    (2, 256): Sizes(Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 2), Tiles(128, 32, 8, 2), Tiles(32, 64, 8, 2)),
-    (4, 64): Sizes(Tiles(64, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2)),
-    (4, 128): Sizes(Tiles(32, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
-    (4, 256): Sizes(Tiles(16, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 2)),
+SIZES: dict[tuple[int, int], tuple[Sizes, ...]] = {
+    (2, 64): (Sizes(99, Tiles(128, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 2)),),
+    (2, 128): (
+        Sizes(113, Tiles(128, 64, 8, 3), Tiles(16, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(32, 128, 8, 2)),
+        Sizes(99, Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 3), Tiles(64, 64, 8, 2), Tiles(32, 128, 8, 2)),
+    ),
+    (2, 256): (
+        Sizes(168, Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 2), Tiles(128, 32, 8, 2), Tiles(32, 64, 8, 2)),
+        Sizes(145, Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2)),
+        Sizes(99, Tiles(64, 32, 4, 2), Tiles(16, 64, 4, 2), Tiles(64, 32, 4, 1), Tiles(32, 32, 8, 2)),
+    ),
+    (4, 64): (Sizes(99, Tiles(64, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2)),),
+    (4, 128): (Sizes(99, Tiles(32, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),),
+    (4, 256): (Sizes(99, Tiles(16, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 2)),),
 }
 """By bytes per entry and most channels per head; never by the length, so that a new length doesn't recompile.
 
-Chosen by the compiler's output for sm_90: registers hardly spill, and products are not serialised.
+The first that fits into the shared memory of a block is taken: 227 KiB on an H100 or H200, 163 on an A100, 99 on
+consumer cards. Chosen by the compiler's output: registers hardly spill, and products are not serialised.
 """
+
+
+def sizes_for(itemsize: int, channels: int, shared: int) -> Sizes:
+    """Return the sizes for heads of at most `channels` channels that fit into `shared` bytes.
+
+    Raises `ValueError` if none does.
+    """
+    choices = SIZES[itemsize, channels]
+    for sizes in choices:
+        if sizes.shared * 1024 <= shared:
+            return sizes
+    raise ValueError(
+        f"backend 'triton' of block_attention needs {choices[-1].shared} KiB of shared memory for {channels} channels "
+        f"of {itemsize} bytes, and this GPU has {shared // 1024}; choose backend 'torch' or 'flex'"
+    )
 
 
 class Call:
@@ -104,7 +128,7 @@ class Call:
         self.in_nat = 1.0 if q.dtype == torch.float32 else math.log2(math.e)  # see attend_kernels.py
         self.score_scale = scale * self.in_nat
         widest = max(common.tile(self.K), common.tile(self.V), 64)
-        self.sizes = SIZES[q.element_size(), widest]
+        self.sizes = sizes_for(q.element_size(), widest, common.card(q.device).shared)
 
     def constants(self, tiles: Tiles, backward: bool = False) -> dict[str, Any]:
         """Return the constants that are built into a kernel: head sizes, dtypes, tiles."""

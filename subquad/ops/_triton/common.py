@@ -6,9 +6,10 @@ real ones are masked, so any sizes work.
 
 from __future__ import annotations
 
+import functools
 import os
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,26 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """True if kernels run in Triton's interpreter, on a CPU: fixed when a kernel is decorated, by the environment."""
 LEAST_TILE = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Card(NamedTuple):
+    """What a GPU offers: its compute capability (major, minor), and bytes of shared memory for one block."""
+
+    capability: tuple[int, int]
+    shared: int
+
+
+HOPPER = Card((9, 0), 227 * 1024)
+"""An H100 or H200, which the interpreter stands for."""
+
+
+@functools.cache
+def card(device: torch.device) -> Card:
+    """Return what a device offers."""
+    if device.type != "cuda":
+        return HOPPER
+    found = torch.cuda.get_device_properties(device)
+    return Card((found.major, found.minor), found.shared_memory_per_block_optin)
 
 
 def tile(size: int) -> int:
