@@ -276,7 +276,8 @@ def appended(old_BGNK: Tensor, new_BGTK: Tensor, /) -> Tensor:
     first continuation writes there: `old` itself never changes, and a second continuation of the same state copies.
     """
     N, S = old_BGNK.shape[2], old_BGNK.shape[2] + new_BGTK.shape[2]
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or S == N or old_BGNK.dtype != new_BGTK.dtype:
+    recorded = torch.compiler.is_compiling() or type(new_BGTK) is not Tensor
+    if torch.is_grad_enabled() or recorded or S == N or old_BGNK.dtype != new_BGTK.dtype:
         return torch.cat([old_BGNK.to(new_BGTK.dtype), new_BGTK], 2)
     room: _Room | None = _ROOMS.get(old_BGNK)
     if room is None or not room.claim(N, S):

@@ -313,6 +313,14 @@ class Attention(SharedSequences):
         whole = "bidirectional: reads whole sequences and keeps no state"
         return {3: whole, 4: whole, 5: whole, 9: "bidirectional: a token sees later ones"}
 
+    def to_ring(self, state: State, capacity: int) -> State:
+        """Return the state of one row for decoding in place; most have no other form."""
+        return state
+
+    def from_ring(self, state: State) -> State:
+        """Return the state that `to_ring` takes."""
+        return state
+
     def after_step(self, step: int) -> None:
         """Do what the mechanism needs after optimizer step number `step` (from 1); most need nothing."""
 

@@ -5,10 +5,11 @@ Shape letters: B batch, T tokens, S keys, D model width, H heads, G key heads, K
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from subquad.attention.projected import ProjectedAttention
 from subquad.ops import block_attention_with_lse
@@ -18,6 +19,10 @@ from subquad.parallel import Sent, active_group
 from subquad.parallel.exchange import earlier, last_before, sent_for_earlier
 from subquad.parallel.ring import ring_attention, sent_for_ring
 from subquad.state import State, advance, appended, last_slots
+
+
+RING = ("ring_keys", "ring_values")
+"""Entries of a state whose keys stand in a ring."""
 
 
 class Places(NamedTuple):
@@ -36,9 +41,13 @@ class BlockedAttention(ProjectedAttention):
 
     parallel = True
     patterns: tuple[Pattern, ...]
+    rings: ClassVar[bool] = False
+    """Whether decoding may keep the keys in a ring: for layers without keys or weights besides those of `patterns`."""
 
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """Attend to the cached keys and the new ones."""
+        if state is not None and RING[0] in state:
+            return self.mix_in_ring(x_BTD, state)
         seen = self.start(state, x_BTD.shape[1])
         q_BHTK, k_BGTK, v_BGTK = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)
         state = self.near(state, k_BGTK, v_BGTK, self.patterns)
@@ -46,6 +55,50 @@ class BlockedAttention(ProjectedAttention):
         seen = advance(seen, x_BTD.shape[1], lengths_B)
         kept: dict[str, Tensor | int | State] = {"keys": k_BGSK, "values": v_BGSK} if self.causal else {}
         return self.merge(y_BHTK), State({"seen": seen, **kept}, self.config_hash)
+
+    def mix_in_ring(self, x_B1D: Tensor, state: State) -> tuple[Tensor, State]:
+        """Attend from one token of each row to a ring, into which its own key and value are written in place."""
+        seen_B = state.seen
+        assert isinstance(seen_B, Tensor)
+        q_BH1K, ring = self.queries(x_B1D, seen_B), [state.tensor(name) for name in RING]
+        slots = ring[0].shape[2]
+        slot_B111 = (seen_B % slots)[:, None, None, None]
+        for kept_BGNK, new_BG1K in zip(ring, (self.keys(x_B1D, seen_B), self.kv_values(x_B1D)), strict=True):
+            kept_BGNK.scatter_(2, slot_B111.expand(new_BG1K.shape), new_BG1K.to(kept_BGNK.dtype))
+        # Slot n holds the last position that is n modulo the slots; before the first round there is none.
+        p_BN = seen_B[:, None] - (seen_B[:, None] - torch.arange(slots, device=seen_B.device)) % slots
+        zero_B1N = torch.zeros_like(p_BN, dtype=q_BH1K.dtype)[:, None]
+        biases = [
+            zero_B1N.masked_fill(~(pattern.allowed(seen_B[:, None], p_BN) & (p_BN >= 0))[:, None], -torch.inf)
+            for pattern in self.patterns
+        ]
+        heads = self.heads_of(self.patterns)
+        bias_BHN = torch.cat([x.expand(-1, n, -1) for x, n in zip(biases, heads, strict=True)], 1)
+        y_BH1K = F.scaled_dot_product_attention(
+            q_BH1K, *ring, attn_mask=bias_BHN[:, :, None], enable_gqa=ring[0].shape[1] != q_BH1K.shape[1]
+        )
+        return self.merge(y_BH1K), State({"seen": seen_B + 1, **dict(zip(RING, ring, strict=True))}, self.config_hash)
+
+    def to_ring(self, state: State, capacity: int) -> State:
+        """Return the state of one row with its keys in a ring of constant size: position p in slot p mod N.
+
+        N is the reach and the token itself, or `capacity` if nothing bounds the reach.
+        """
+        if not self.rings:
+            return state
+        reach, seen = self.reach(self.patterns), int(state.seen)
+        slots = capacity if reach is None else reach + 1
+        keys = (state.tensor(name)[:, :, -slots:] for name in ("keys", "values"))
+        ring = (F.pad(x, (0, 0, slots - x.shape[2], 0)).roll(seen % slots, 2) for x in keys)
+        return State({"seen": state.seen, **dict(zip(RING, ring, strict=True))}, state.config_hash)
+
+    def from_ring(self, state: State) -> State:
+        """Return the state that `to_ring` takes, aligned to the end, for one row."""
+        if RING[0] not in state:
+            return state
+        seen = int(state.seen)
+        keys, values = (state.tensor(name).roll(-(seen % state.tensor(name).shape[2]), 2) for name in RING)
+        return State({"seen": state.seen, "keys": keys, "values": values}, state.config_hash)
 
     def attend(
         self,

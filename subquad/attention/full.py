@@ -13,6 +13,7 @@ class Full(BlockedAttention):
     """Every token (causal: every earlier one and itself); the state keeps every key and value."""
 
     name = "full"
+    rings = True
     summary = "every token"
     paper = "Vaswani et al. 2017, arXiv:1706.03762"
     forms = ("causal", "bidirectional")

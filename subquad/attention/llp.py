@@ -28,6 +28,7 @@ class Llp(BlockedAttention):
     """The query's half segment, causally, and the whole one before it."""
 
     name = "llp"
+    rings = True
     summary = "its half segment and the one before"
     paper = "Mahmood and Huang 2024, arXiv:2412.06106"
     forms = ("causal", "bidirectional")

@@ -29,6 +29,7 @@ class Shifted(BlockedAttention):
     """Its group of tokens, causally; half of the heads have other groups."""
 
     name = "shifted"
+    rings = True
     summary = "its group; half of the heads have moved groups"
     paper = "Chen et al. 2023, arXiv:2309.12307"
     exempting = {"wrap": True}  # noqa: RUF012 (read only)

@@ -19,6 +19,7 @@ class Window(BlockedAttention):
     """The last `width` tokens, the query's own included; the state keeps `width - 1` keys and values."""
 
     name = "window"
+    rings = True
     summary = "the `width` tokens next to it"
     paper = "Beltagy et al. 2020, arXiv:2004.05150"
     forms = ("causal", "bidirectional")

@@ -72,7 +72,7 @@ def without_autocast(fn: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(fn)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         device = next(x.device.type for x in args if isinstance(x, Tensor))
-        if not torch.amp.is_autocast_available(device):
+        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
             return fn(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return fn(*args, **kwargs)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from subquad.ops import _reference as reference
 from subquad.ops._sequential import scan as sequential
 from subquad.ops._torch import scan as chunked
+from subquad.ops._torch import single
 from subquad.ops.backends import HAS_TRITON, choose, without_autocast
 from subquad.ops.padding import check_heads, check_mask
 
@@ -91,8 +92,10 @@ def gated_scan(
     q, i, v, *rest = (x.flatten(0, 1) for x in masked(tensors, mask, wide, (0.0, 0.0, 0.0, 0.0)))
     log_f = rest[0].clamp(min=FORGET_ALL) if rest else None
     s = q.new_zeros(B * H, K, channels) if state is None else state.flatten(0, 1).to(wide)
-    if name == "reference" or (name == "torch" and T == 1):  # chunks gain nothing on one token
+    if name == "reference":
         out, s = reference.gated_scan(q, i, v, log_f, s, normalise, eps)
+    elif name == "torch" and T == 1:
+        out, s = single.gated_scan(q, i, v, log_f, s, normalise, eps)
     elif name == "sequential":
         out, s = sequential.gated_scan(q, i, F.pad(v, (0, 1), value=1.0) if normalise else v, log_f, s, chunk_size)
         out = reference.divide(out[..., :V], out[..., V], eps) if normalise else out

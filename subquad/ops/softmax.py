@@ -13,6 +13,7 @@ from torch import Tensor
 
 from subquad.ops import _reference as reference
 from subquad.ops._sequential import scan as sequential
+from subquad.ops._torch import single
 from subquad.ops._torch import softmax as chunked
 from subquad.ops._torch.halves import running_logsumexp as chunked_logsumexp
 from subquad.ops._torch.softmax import EMPTY as EMPTY
@@ -127,8 +128,10 @@ def running_softmax(
         a, s = p.new_full((B * H, L), EMPTY, dtype=torch.float64), p.new_zeros(B * H, L, V)
     else:
         a, s = state[0].flatten(0, 1).double(), state[1].flatten(0, 1).to(wide)
-    if name == "reference" or (name == "torch" and T == 1):  # chunks gain nothing on one token
+    if name == "reference":
         out, lse, a, s = reference.running_softmax(p, k, v, a, s)
+    elif name == "torch" and T == 1:
+        out, lse, a, s = single.running_softmax(p, k, v, a, s)
     elif name == "sequential":
         out, lse, a, s = sequential.running_softmax(p, k, v, a, s, chunk_size)
     else:

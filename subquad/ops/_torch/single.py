@@ -1,0 +1,47 @@
+"""The scans of a single token, as in a decoding step, in few operations: chunks gain nothing there.
+
+Shape letters: N = B * H, K key channels, L latents, V value channels, F = 1 or K decays.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def gated_scan(
+    q_N1K: Tensor,
+    i_N1K: Tensor,
+    v_N1V: Tensor,
+    log_f_N1F: Tensor | None,
+    state_NKV: Tensor,
+    normalise: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """`S = f * S + i (x) v`, `o = q S`; with `normalise` the last state column sums the weights."""
+    if normalise:
+        v_N1V = F.pad(v_N1V, (0, 1), value=1.0)
+    if log_f_N1F is not None:
+        state_NKV = log_f_N1F.exp().mT * state_NKV
+    state_NKV = torch.baddbmm(state_NKV, i_N1K.mT, v_N1V)
+    out_N1V = torch.bmm(q_N1K, state_NKV)
+    if not normalise:
+        return out_N1V, state_NKV
+    total_N11 = out_N1V[..., -1:] + eps
+    # A token whose weights sum to zero has no weight at all: its output is zero.
+    return out_N1V[..., :-1] / total_N11.masked_fill(total_N11 == 0, torch.inf), state_NKV
+
+
+def running_softmax(
+    p_N1L: Tensor, k_N1L: Tensor, v_N1V: Tensor, a_NL: Tensor, s_NLV: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`a' = log(exp a + exp k)`, `S' = exp(a - a') S + exp(k - a') (x) v`, `o = p S'`; return o, a', and both again.
+
+    The first a' has the dtype of k; the state's is float64: see `subquad.ops._torch.halves`.
+    """
+    k_NL = k_N1L[:, 0].double()
+    after_NL = torch.logaddexp(a_NL, k_NL)
+    shares_2NL = torch.stack([a_NL, k_NL]).sub_(after_NL).exp().to(s_NLV.dtype)
+    s_NLV = torch.baddbmm(shares_2NL[0, ..., None] * s_NLV, shares_2NL[1, ..., None], v_N1V)
+    return torch.bmm(p_N1L, s_NLV), after_NL[:, None].to(k_N1L.dtype), after_NL, s_NLV
