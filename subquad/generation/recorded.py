@@ -8,73 +8,58 @@ Shape letters: B rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from subquad.state import State
 
-Forward = Callable[[Tensor, State], tuple[Tensor, State]]
+Step = Callable[[Tensor, Tensor, State], tuple[Tensor, State]]
 aten = torch.ops.aten
 
 
-class RecordedStep:
-    """`logits, state = forward(tokens, state)` for states of constant shapes, without what is no tensor operation.
+def record(step: Step, tokens_B1: Tensor, active_B: Tensor, state: State) -> GraphModule:
+    """Return `step(tokens, active, state)` as a function of `tokens`, `active` and the tensors that `split` returns.
 
-    The operations are those of `forward`, so results have the same bits. All counts `seen` of the state must be equal:
-    they become one, so that positions, their cosines and masks are computed once and not in each layer. Weights stay
-    the model's own. With `compile`, torch.compile makes one function of the list.
+    It returns the logits `[B, V]` and the next state's tensors. Its operations are those of `step`, so results have the
+    same bits; weights stay the model's own. Shapes must be constant, and all counts `seen` of the state the same: they
+    become one, so that cosines, sines and masks are computed once and not in each layer.
     """
 
-    def __init__(self, forward: Forward, tokens_B1: Tensor, state: State, *, compile: bool = False) -> None:
-        self._like = state
+    def flat(tokens_B1: Tensor, active_B: Tensor, *tensors: Tensor) -> list[Tensor]:
+        logits_BV, after = step(tokens_B1, active_B, joined(state, tensors))
+        return [logits_BV, *split(after)]
 
-        def flat(tokens_B1: Tensor, seen_B: Tensor, *tensors: Tensor) -> list[Tensor]:
-            logits_BV, after = forward(tokens_B1, self._state(seen_B, tensors))
-            return [logits_BV, *_split(after)]
-
-        graph = make_fx(flat, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(tokens_B1, *_split(state))
-        _simplify(graph)
-        self._run = torch.compile(graph, dynamic=False, fullgraph=True) if compile else graph
-
-    def __call__(self, tokens_B1: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Return logits and the next state, both states as lists that `split` and `joined` convert."""
-        logits_BV, *after = self._run(tokens_B1, *state)
-        return logits_BV, after
-
-    def split(self, state: State) -> list[Tensor]:
-        """Return the count `seen` and then the other tensors of a state."""
-        return _split(state)
-
-    def joined(self, tensors: list[Tensor]) -> State:
-        """Return the state whose tensors these are."""
-        return self._state(tensors[0], tensors[1:])
-
-    def _state(self, seen_B: Tensor, tensors: Iterable[Tensor]) -> State:
-        return _filled(self._like, seen_B, iter(tensors))
+    traced = make_fx(flat, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)
+    graph = traced(tokens_B1, active_B, *split(state))
+    _simplify(graph)
+    return graph
 
 
-def _split(state: State) -> list[Tensor]:
-    seen = state.seen
-    assert isinstance(seen, Tensor)
-    return [seen, *_others(state)]
+def split(state: State) -> list[Tensor]:
+    """Return the count `seen`, then all other tensors of a state."""
+    return [state.tensor("seen"), *_others(state)]
 
 
-def _others(state: State) -> list[Tensor]:
-    found: list[Tensor] = []
+def joined(like: State, tensors: list[Tensor] | tuple[Tensor, ...]) -> State:
+    """Return the state with the structure of `like` and these tensors, as `split` returns them."""
+    return _filled(like, tensors[0], iter(tensors[1:]))
+
+
+def _others(state: State) -> Iterator[Tensor]:
     for name, entry in state.entries.items():
         if isinstance(entry, State):
-            found += _others(entry)
+            yield from _others(entry)
         elif isinstance(entry, Tensor) and name != "seen":
-            found.append(entry)
-    return found
+            yield entry
 
 
-def _filled(like: State, seen_B: Tensor, tensors: Any) -> State:
+def _filled(like: State, seen_B: Tensor, tensors: Iterator[Tensor]) -> State:
     entries: dict[str, Tensor | int | State] = {}
     for name, entry in like.entries.items():
         if isinstance(entry, State):
@@ -87,32 +72,30 @@ def _filled(like: State, seen_B: Tensor, tensors: Any) -> State:
 
 
 def _simplify(graph: GraphModule) -> None:
-    """Drop operations that return their input, and the repetitions of those that depend on positions alone."""
-    positional: dict[Any, Node] = {}
-    known: set[Node] = set()
+    """Drop operations that return their input, and repetitions of those that depend on the positions alone."""
+    _, _, seen, *_ = graph.graph.nodes
+    first: dict[Any, Node] = {}
+    positional = {seen}
     for node in list(graph.graph.nodes):
-        if node.op == "placeholder" and len(known) == 0 and node.name.startswith("seen"):
-            known.add(node)
-        if node.op != "call_function":
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
-        if _returns_input(node):
-            node.replace_all_uses_with(node.args[0])
+        same: Node | None = None
+        if _returns_its_input(node):
+            same = node.args[0]
+        elif positional.issuperset(node.all_input_nodes) and not node.target._schema.is_mutable:
+            same = first.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+            positional.add(same)
+        if same is not None and same is not node:
+            node.replace_all_uses_with(same)
             graph.graph.erase_node(node)
-            continue
-        if all(x in known for x in node.all_input_nodes) and not node.target._schema.is_mutable:
-            known.add(node)
-            key = (node.target, repr(node.args), repr(node.kwargs))
-            if key in positional:
-                node.replace_all_uses_with(positional[key])
-                graph.graph.erase_node(node)
-            else:
-                positional[key] = node
+    graph.graph.eliminate_dead_code()
     graph.recompile()
 
 
-def _returns_input(node: Node) -> bool:
+def _returns_its_input(node: Node) -> bool:
     if node.target is aten.dropout.default:
         return node.args[2] is False
-    if node.target is aten.to.dtype:
-        return node.args[0].meta["val"].dtype == node.args[1]
-    return False
+    if node.target not in (aten.to.dtype, aten.to.dtype_layout):
+        return False
+    before, after = node.args[0].meta["val"], node.meta["val"]
+    return before.dtype == after.dtype and before.device == after.device

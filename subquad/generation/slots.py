@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from subquad.generation.generate import as_tensor
+from subquad.generation.recorded import joined, record, split
 from subquad.models import Decoder
 from subquad.state import State
 
@@ -23,26 +24,26 @@ class FixedSlots:
     """One state `[B, ...]` of constant shapes; empty slots keep reading token 0, without effect.
 
     A row depends on itself alone, as kernels of a fixed shape treat all rows alike. A state that grows is allocated for
-    `capacity` tokens; a sequence may not be longer.
+    `capacity` tokens; a sequence may not be longer. The first step records its operations, which later ones run.
     """
 
     def __init__(self, model: Decoder, slots: int, capacity: int, *, compile: bool = False) -> None:
         self._model = model
+        self._capacity = capacity
+        self._compile = compile
         self._first, blank = _blank(model, 1), _final(model, capacity)
-        self._blank = row_of(blank, 0)
         self._shapes = shapes_of(blank)
-        self._state = blank.map(lambda x: x.repeat_interleave(slots, 0))
-        self._bytes = self._state.nbytes
+        self._blank = self._in_ring(row_of(blank, 0))
+        self._like = join([self._blank] * slots, ragged=True)
+        self._tensors = split(self._like)
+        self._bytes = self._like.nbytes
         self._device = next(model.parameters()).device
         self._active_B = torch.zeros(slots, dtype=torch.long, device=self._device)
-        self._full = False
-        self._advance: Callable[[Tensor, State], tuple[Tensor, State]] = self._forward
-        if compile:
-            self._advance = torch.compile(self.compact_forward, dynamic=False, fullgraph=True)
+        self._steps: dict[bool, Callable[..., list[Tensor]]] = {}
 
     def insert(self, slot: int, state: State | None) -> None:
         """Begin a sequence in an empty slot, with `state` or (None) before its first token."""
-        self._put(slot, self._blank if state is None else state, 1)
+        self._put(slot, self._blank if state is None else self._in_ring(state), 1)
 
     def clear(self, slot: int) -> None:
         """Reset the slot, so that nothing of a sequence outlives it."""
@@ -50,15 +51,18 @@ class FixedSlots:
 
     def take(self, slot: int) -> State:
         """Return a copy of the slot's state without the entries before its first token."""
-        state = row_of(self._state, slot)
+        state = row_of(joined(self._like, self._tensors), slot)
+        state = self._model.change_layers(state, lambda layer, state: layer.from_ring(state))
         return fit(state, trimmed(self._shapes, shapes_of(self._first), int(state.seen)))
 
     def step(self, tokens: list[int]) -> Tensor:
         """Read one token in each slot (any in empty ones) in one forward pass; return the next logits, `[B, V]`."""
         tokens_B1 = torch.tensor(tokens, dtype=torch.long, device=self._device)[:, None]
-        logits_BV, self._state = self._advance(tokens_B1, self._state)
-        if not self._full:
-            self._state = idle(self._state, self._active_B)
+        autocast = torch.is_autocast_enabled(self._device.type)
+        if autocast not in self._steps:
+            graph = record(self._forward, tokens_B1, self._active_B, joined(self._like, self._tensors))
+            self._steps[autocast] = torch.compile(graph, dynamic=False, fullgraph=True) if self._compile else graph
+        logits_BV, *self._tensors = self._steps[autocast](tokens_B1, self._active_B, *self._tensors)
         return logits_BV
 
     def bytes_of(self, slot: int) -> int:
@@ -70,19 +74,20 @@ class FixedSlots:
         """Return the bytes of all slots, a constant."""
         return self._bytes
 
-    def _forward(self, tokens_B1: Tensor, state: State) -> tuple[Tensor, State]:
+    def _forward(self, tokens_B1: Tensor, active_B: Tensor, state: State) -> tuple[Tensor, State]:
+        """Return logits and a state whose tensors are contiguous, as a new row's are: other strides would recompile."""
         h_B1D, state = self._model.hidden(tokens_B1, state)
-        return self._model.logits(h_B1D)[:, -1], fit(state, self._shapes)
+        # The count of an unused row stays zero, so that it never reaches a limit.
+        state = fit(state, self._shapes).map(lambda x: x * active_B if x.ndim == 1 else x.contiguous())
+        return self._model.logits(h_B1D)[:, -1], state
 
-    def compact_forward(self, tokens_B1: Tensor, state: State) -> tuple[Tensor, State]:
-        """Run a step that returns contiguous tensors, as joining sequences have: other strides would recompile."""
-        logits_BV, state = self._forward(tokens_B1, state)
-        return logits_BV, state.map(torch.Tensor.contiguous)
+    def _in_ring(self, state: State) -> State:
+        return self._model.change_layers(state, lambda layer, state: layer.to_ring(state, self._capacity))
 
     def _put(self, slot: int, state: State, active: int) -> None:
-        self._state = put(self._state, torch.tensor([slot], device=self._device), state)
+        batch = joined(self._like, self._tensors)
+        self._tensors = split(put(batch, torch.tensor([slot], device=self._device), state))
         self._active_B[slot] = active
-        self._full = bool(self._active_B.all())
 
 
 class LooseSlots:
@@ -244,9 +249,9 @@ def row_of(batch: State, row: int) -> State:
     return State(entries, batch.config_hash)
 
 
-def join(states: Sequence[State]) -> State:
-    """Return the batch of `states`, one sequence each; if their counts differ, counts become tensors `[B]`."""
-    ragged = any(len({state.entries.get(name) for state in states}) > 1 for name in COUNTS)
+def join(states: Sequence[State], *, ragged: bool = False) -> State:
+    """Return the batch of `states`, one sequence each; if `ragged` or they differ, counts become tensors `[B]`."""
+    ragged = ragged or any(len({state.entries.get(name) for state in states}) > 1 for name in COUNTS)
     entries: dict[str, Tensor | int | State] = {}
     names = dict.fromkeys(name for state in states for name in state.entries)
     for name in names:
@@ -254,7 +259,7 @@ def join(states: Sequence[State]) -> State:
         like = next(entry for entry in found if entry is not None)
         if isinstance(like, State):
             entries[name] = join(
-                [entry if isinstance(entry, State) else State({}, like.config_hash) for entry in found]
+                [entry if isinstance(entry, State) else State({}, like.config_hash) for entry in found], ragged=ragged
             )
         elif isinstance(like, Tensor):
             rows = [_as_tensor(entry, like) for entry in found]
@@ -263,11 +268,6 @@ def join(states: Sequence[State]) -> State:
         else:
             entries[name] = torch.tensor(found) if ragged and name in COUNTS else like
     return State(entries, states[0].config_hash)
-
-
-def idle(state: State, active_B: Tensor) -> State:
-    """Return `state` with the counts `[B]` of unused rows at zero, so that they never reach a limit."""
-    return state.map(lambda x: x * active_B if x.ndim == 1 else x)
 
 
 def _as_tensor(entry: Tensor | int | State | None, like: Tensor) -> Tensor:

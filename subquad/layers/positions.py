@@ -51,9 +51,8 @@ def rotate(
         cos_BHTK, sin_BHTK = _kept_cos_sin(*angles, torch.is_inference_mode_enabled())
     else:
         cos_BHTK, sin_BHTK = _cos_sin(*angles)
-    first_BHTK, second_BHTK = x_BHTK.to(wide).chunk(2, dim=-1)
-    turned = (first_BHTK * cos_BHTK - second_BHTK * sin_BHTK, second_BHTK * cos_BHTK + first_BHTK * sin_BHTK)
-    return torch.cat(turned, dim=-1).to(x_BHTK.dtype)
+    x = x_BHTK.to(wide)
+    return (x * cos_BHTK + x.roll(K // 2, -1) * sin_BHTK).to(x_BHTK.dtype)
 
 
 def positions(start: int | Tensor, tokens: int, device: torch.device) -> Tensor:
@@ -94,9 +93,10 @@ def _cos_sin(
     scaling: RopeScaling | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines `[1 or B, 1, T, channels / 2]` of the angles, times the scaling's amplitude."""
+    """Return `[1 or B, 1, T, channels]`: the cosines twice, and minus the sines and the sines, times the amplitude."""
     angles_BHTC = _angles(start, tokens, channels, base, device, scaling)[:, None]
     cos_BHTC, sin_BHTC = angles_BHTC.cos().to(dtype), angles_BHTC.sin().to(dtype)
+    cos_BHTC, sin_BHTC = torch.cat([cos_BHTC, cos_BHTC], -1), torch.cat([-sin_BHTC, sin_BHTC], -1)
     if scaling is None or scaling.amplitude == 1:
         return cos_BHTC, sin_BHTC
     return cos_BHTC * scaling.amplitude, sin_BHTC * scaling.amplitude

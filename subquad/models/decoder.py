@@ -5,7 +5,7 @@ Shape letters: B batch, T tokens, D model width, V vocabulary, N = B * T.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad.attention import Cost
+from subquad.attention import Attention, Cost
 from subquad.attention.base import check_fresh
 from subquad.attention.sharing import added, check_dropout, check_whole
 from subquad.layers.head import Lookup, chunked_cross_entropy
@@ -250,6 +250,15 @@ class Decoder(nn.Module):
     def fixed_shapes(self) -> bool:
         """Whether the state's shapes depend only on the number of tokens, so that a decoding step can be compiled."""
         return True
+
+    def change_layers(self, state: State, change: Callable[[Attention, State], State]) -> State:
+        """Return `state` with `change(layer, its state)` for each layer."""
+        layers = {f"layers.{i}": block.attention for i, block in enumerate(self.blocks())}
+        entries = {
+            name: change(layers[name[name.index("layers.") :]], entry) if isinstance(entry, State) else entry
+            for name, entry in state.entries.items()
+        }
+        return State(entries, state.config_hash)
 
     def trim_state(self, state: State) -> State:
         """Return a single row's state without the slots that only longer rows of its batch needed."""

@@ -1,5 +1,7 @@
 """Continuous batching: joining, leaving, limits; law 13 has that each sequence is decoded as if alone."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -117,7 +119,7 @@ def test_a_cancelled_request_leaves_its_slot_to_the_next():
 
 
 @pytest.mark.parametrize("name", ["window 32", pytest.param("llp", marks=slow), pytest.param("full", marks=slow)])
-def test_a_step_is_compiled_once_and_gives_the_same_tokens(name):
+def test_a_step_is_compiled_once_and_gives_the_same_tokens(name, monkeypatch):
     """A cache of 31 keys drops one a token without a copy, so that its strides are others than those of a new row."""
     config = config_of(name.partition(" ")[0]).replace(num_layers=1)
     if name == "window 32":
@@ -126,9 +128,8 @@ def test_a_step_is_compiled_once_and_gives_the_same_tokens(name):
     model, asked = Decoder(config).double().eval(), requests(3)
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    decoder = BatchDecoder(model, slots=2, max_context=80)
-    step = decoder._slots.compact_forward
-    decoder._slots._advance = torch.compile(step, dynamic=False, fullgraph=True, backend=counter)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    decoder = BatchDecoder(model, slots=2, max_context=80, compile=True)
     running = [decoder.add(*request) for request in asked]
     decoder.run()
     assert counter.frame_count == 1
