@@ -313,6 +313,9 @@ class Attention(SharedSequences):
         whole = "bidirectional: reads whole sequences and keeps no state"
         return {3: whole, 4: whole, 5: whole, 9: "bidirectional: a token sees later ones"}
 
+    def notice_length(self, tokens: int) -> None:
+        """Log what the layer has to say of a sequence of `tokens` tokens; most have nothing to say."""
+
     def to_ring(self, state: State, capacity: int) -> State:
         """Return the state of one row for decoding in place; most have no other form."""
         return state

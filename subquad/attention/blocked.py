@@ -20,7 +20,6 @@ from subquad.parallel.exchange import earlier, last_before, sent_for_earlier
 from subquad.parallel.ring import ring_attention, sent_for_ring
 from subquad.state import State, advance, appended, last_slots
 
-
 RING = ("ring_keys", "ring_values")
 """Entries of a state whose keys stand in a ring."""
 
@@ -60,10 +59,10 @@ class BlockedAttention(ProjectedAttention):
         """Attend from one token of each row to a ring, into which its own key and value are written in place."""
         seen_B = state.seen
         assert isinstance(seen_B, Tensor)
-        q_BH1K, ring = self.queries(x_B1D, seen_B), [state.tensor(name) for name in RING]
-        slots = ring[0].shape[2]
+        q_BH1K, k_BGNK, v_BGNK = self.queries(x_B1D, seen_B), *(state.tensor(name) for name in RING)
+        slots = k_BGNK.shape[2]
         slot_B111 = (seen_B % slots)[:, None, None, None]
-        for kept_BGNK, new_BG1K in zip(ring, (self.keys(x_B1D, seen_B), self.kv_values(x_B1D)), strict=True):
+        for kept_BGNK, new_BG1K in ((k_BGNK, self.keys(x_B1D, seen_B)), (v_BGNK, self.kv_values(x_B1D))):
             kept_BGNK.scatter_(2, slot_B111.expand(new_BG1K.shape), new_BG1K.to(kept_BGNK.dtype))
         # Slot n holds the last position that is n modulo the slots; before the first round there is none.
         p_BN = seen_B[:, None] - (seen_B[:, None] - torch.arange(slots, device=seen_B.device)) % slots
@@ -75,9 +74,10 @@ class BlockedAttention(ProjectedAttention):
         heads = self.heads_of(self.patterns)
         bias_BHN = torch.cat([x.expand(-1, n, -1) for x, n in zip(biases, heads, strict=True)], 1)
         y_BH1K = F.scaled_dot_product_attention(
-            q_BH1K, *ring, attn_mask=bias_BHN[:, :, None], enable_gqa=ring[0].shape[1] != q_BH1K.shape[1]
+            q_BH1K, k_BGNK, v_BGNK, bias_BHN[:, :, None], enable_gqa=k_BGNK.shape[1] != q_BH1K.shape[1]
         )
-        return self.merge(y_BH1K), State({"seen": seen_B + 1, **dict(zip(RING, ring, strict=True))}, self.config_hash)
+        kept: dict[str, Tensor | int | State] = dict(zip(RING, (k_BGNK, v_BGNK), strict=True))
+        return self.merge(y_BH1K), State({"seen": seen_B + 1, **kept}, self.config_hash)
 
     def to_ring(self, state: State, capacity: int) -> State:
         """Return the state of one row with its keys in a ring of constant size: position p in slot p mod N.

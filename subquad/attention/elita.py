@@ -21,6 +21,7 @@ Vectors begin uniform in +-0.05, as in the code, so that all positions begin alm
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 from typing import Literal
@@ -44,6 +45,11 @@ from subquad.state import State
 
 logger = logging.getLogger(__name__)
 INIT = 0.05
+
+
+@functools.cache
+def _warn_beyond(horizon: int) -> None:
+    logger.warning("elita reads beyond its horizon of %d tokens: position terms are extrapolated", horizon)
 
 
 class Elita(ScannedAttention):
@@ -92,7 +98,6 @@ class Elita(ScannedAttention):
             self.frequency = nn.Parameter(torch.empty(2, heads, config.position_width).uniform_(-INIT, INIT))
             self.phase = nn.Parameter(torch.empty(2, heads, config.position_width).uniform_(-INIT, INIT))
             self.amplitude = nn.Parameter(torch.empty(heads, config.position_width).uniform_(-INIT, INIT))
-        self.warned = False
 
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """Mix by the running softmax of one latent, then by the gate."""
@@ -100,7 +105,7 @@ class Elita(ScannedAttention):
         key_BHT1, gate_BHT1 = self.logits(x_BTD, self.start(state, tokens))
         state = self.softmaxes_to_here(state, key_BHT1, v_BHTV)
         seen, mask, before = seen_after(state, tokens, lengths_B), real_mask(lengths_B, tokens), softmax_state(state)
-        self.warn_beyond_horizon(seen, x_BTD)
+        self.notice_seen(seen, x_BTD)
         gate_BHT1 = gate_BHT1 + running_logsumexp(key_BHT1, state=None if before is None else before.lse, mask=mask)
         shares = torch.cat([gate_BHT1.sigmoid(), (-gate_BHT1).sigmoid()], -1)
         past_BHT1, own_BHT1 = F.dropout(shares, self.config.dropout, self.training).split(1, -1)
@@ -134,18 +139,19 @@ class Elita(ScannedAttention):
         p1_HT, p2_HT = self.positions_from(0, tokens)[:, 0].mT
         return p1_HT, p2_HT
 
-    def warn_beyond_horizon(self, seen: int | Tensor, x_BTD: Tensor) -> None:
-        """Log once that positions are extrapolated; not on an accelerator, where reading the count would wait."""
-        if self.warned or not self.config.positions or torch.compiler.is_compiling() or not has_data(x_BTD):
+    def notice_seen(self, seen: int | Tensor, x_BTD: Tensor) -> None:
+        """Call `notice_length`, but not on an accelerator, where reading the count would wait."""
+        if torch.compiler.is_compiling() or not has_data(x_BTD):
             return
-        longest = seen if isinstance(seen, int) else int(seen.max()) if seen.device.type == "cpu" and len(seen) else 0
-        if longest > self.config.horizon:
-            self.warned = True
-            logger.warning(
-                "elita reads token %d, beyond its horizon of %d tokens: position terms are extrapolated",
-                longest,
-                self.config.horizon,
-            )
+        if isinstance(seen, int):
+            self.notice_length(seen)
+        elif seen.device.type == "cpu" and len(seen):
+            self.notice_length(int(seen.max()))
+
+    def notice_length(self, tokens: int) -> None:
+        """Log once for all layers of this horizon that positions are extrapolated."""
+        if self.config.positions and tokens > self.config.horizon:
+            _warn_beyond(self.config.horizon)
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
         """Return `g_t softmax_{s <= t}(k1 . x_s + p1_s) + (1 - g_t) [s = t]`."""

@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from subquad.generation.sampling import Sampler, SamplingConfig
+from subquad.generation.slots import FixedSlots, as_tensor
 from subquad.models import Decoder
 from subquad.state import State
 
 Finished = Literal["length", "stop", "cancelled", "error"]
+RECORD_AFTER = 512
+"""Tokens after which a step is recorded (`FixedSlots`), which takes as long as it saves in about as many tokens."""
 
 
 @dataclass(eq=False)
@@ -88,7 +91,8 @@ class Generation(Iterator[int]):
         state: State | None = None,
         stop_tokens: Collection[int] = (),
     ) -> None:
-        self.state = state
+        self._state = state
+        self._slots: FixedSlots | None = None
         self._model = model
         self._sampling = sampling
         self._stop_tokens = frozenset(stop_tokens)
@@ -96,11 +100,16 @@ class Generation(Iterator[int]):
         self._left = sampling.max_tokens
         self._choose = Sampler(sampling, model.config.vocab_size, self._unread)
 
+    @property
+    def state(self) -> State | None:
+        """State after all tokens that the model has read."""
+        return self._state if self._slots is None else self._slots.take(0)
+
     def prefill(self) -> None:
         """Read all but the last token of the prompt, in chunks; the first token does this too."""
         with inference(self._model):
             while len(self._unread) > 1:
-                self.state = read_piece(self._model, self._unread, self.state, self._sampling.prefill_chunk)
+                self._state = read_piece(self._model, self._unread, self._state, self._sampling.prefill_chunk)
 
     def read_all(self) -> State:
         """Read the rest, including the last returned token, and return the state after the whole text.
@@ -108,24 +117,37 @@ class Generation(Iterator[int]):
         Another text can continue from that state; this iterator is then exhausted.
         """
         self.prefill()
+        state, self._slots = self.state, None
         with inference(self._model):
             if self._unread:
-                tokens_BT = as_tensor(self._model, self._unread)
-                self.state = self._model.read(tokens_BT, self.state)
-        self._unread, self._left = [], 0
-        assert self.state is not None
-        return self.state
+                state = self._model.read(as_tensor(self._model, self._unread), state)
+        self._unread, self._left, self._state = [], 0, state
+        assert state is not None
+        return state
 
     def __next__(self) -> int:
         if self._left == 0:
             raise StopIteration
         self.prefill()
         with inference(self._model):
-            logits_BTV, self.state = self._model(as_tensor(self._model, self._unread), self.state)
-        token = self._choose(logits_BTV[0, -1])
+            token = self._choose(self._read_last())
         self._unread = [token]
         self._left = 0 if token in self._stop_tokens else self._left - 1
         return token
+
+    def _read_last(self) -> Tensor:
+        """Read the last token and return the logits `[V]` of the next."""
+        model, state = self._model, self._state
+        fixed = model.fixed_shapes and not model.state_grows and model.most_tokens is None
+        long = min(self._left, self._sampling.max_tokens - self._left) >= RECORD_AFTER
+        if self._slots is None and state is not None and fixed and long:
+            self._slots, self._state = FixedSlots(model, 1, 1), None
+            self._slots.insert(0, state)
+            model.notice_length(int(state.seen) + self._left)
+        if self._slots is not None:
+            return self._slots.step(self._unread)[0]
+        logits_BTV, self._state = model(as_tensor(model, self._unread), state)
+        return logits_BTV[0, -1]
 
 
 def checked_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
@@ -154,11 +176,6 @@ def read_piece(model: Decoder, unread: list[int], state: State | None, chunk: in
     state = model.read(as_tensor(model, tokens), state)
     del unread[: len(tokens)]
     return state
-
-
-def as_tensor(model: Decoder, tokens: list[int]) -> Tensor:
-    """Return one row of tokens, `[1, T]`, on the model's device."""
-    return torch.tensor([tokens], dtype=torch.long, device=next(model.parameters()).device)
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def _simplify(graph: GraphModule) -> None:
             continue
         same: Node | None = None
         if _returns_its_input(node):
-            same = node.args[0]
+            same = node.all_input_nodes[0]
         elif positional.issuperset(node.all_input_nodes) and not node.target._schema.is_mutable:
             same = first.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
             positional.add(same)
@@ -97,5 +97,5 @@ def _returns_its_input(node: Node) -> bool:
         return node.args[2] is False
     if node.target not in (aten.to.dtype, aten.to.dtype_layout):
         return False
-    before, after = node.args[0].meta["val"], node.meta["val"]
+    before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
     return before.dtype == after.dtype and before.device == after.device

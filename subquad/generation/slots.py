@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from subquad.generation.generate import as_tensor
 from subquad.generation.recorded import joined, record, split
 from subquad.models import Decoder
 from subquad.state import State
@@ -138,6 +137,11 @@ class LooseSlots:
     def nbytes(self) -> int:
         """Return the current bytes of all states."""
         return sum(state.nbytes for state in self._states.values() if state is not None)
+
+
+def as_tensor(model: Decoder, tokens: list[int]) -> Tensor:
+    """Return one row of tokens, `[1, T]`, on the model's device."""
+    return torch.tensor([tokens], dtype=torch.long, device=next(model.parameters()).device)
 
 
 def _final(model: Decoder, capacity: int) -> State:

@@ -149,7 +149,12 @@ class Learned(nn.Module):
         if lengths_B is not None:
             p_BT = p_BT.expand(B, T).masked_fill(~real_slots(lengths_B, T), 0)
         rows = self.table.num_embeddings
-        settled = torch.compiler.is_compiling() or type(p_BT) is not Tensor or not p_BT.numel() or (isinstance(start, int) and start + T <= rows)
+        settled = (
+            torch.compiler.is_compiling()
+            or type(p_BT) is not Tensor
+            or not p_BT.numel()
+            or (isinstance(start, int) and start + T <= rows)
+        )
         if not settled and (last := int(p_BT.max())) >= rows:  # reads data, only if shapes don't decide
             raise ValueError(
                 f"position {last} is outside of the learned table of {rows} positions (max_positions); "

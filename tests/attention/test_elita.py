@@ -3,7 +3,7 @@ import logging
 import torch
 
 from subquad.attention import build
-from subquad.attention.elita import INIT
+from subquad.attention.elita import INIT, _warn_beyond
 from subquad.testing import AttentionContract, assert_exact
 
 SIZES = {"dim": 16, "num_heads": 2}
@@ -44,6 +44,7 @@ def test_vectors_begin_uniform_and_small():
 
 
 def test_reading_real_tokens_past_the_horizon_warns_once(caplog):
+    _warn_beyond.cache_clear()
     layer = build("elita", **SIZES, horizon=8)
     mask = torch.ones(2, 12, dtype=torch.bool)
     mask[:, :4] = False
@@ -57,6 +58,9 @@ def test_reading_real_tokens_past_the_horizon_warns_once(caplog):
         for _ in range(3):
             _, state = layer(torch.randn(1, 1, 16), state)
         mask[0, 0] = True
+        build("elita", **SIZES, horizon=8)(torch.randn(1, 9, 16))
+        _warn_beyond.cache_clear()
+        mask[0, 0] = True
         build("elita", **SIZES, horizon=8)(torch.randn(2, 12, 16), mask=mask)
-    expected = "elita reads token 9, beyond its horizon of 8 tokens: position terms are extrapolated"
+    expected = "elita reads beyond its horizon of 8 tokens: position terms are extrapolated"
     assert [record.getMessage() for record in caplog.records] == [expected, expected]

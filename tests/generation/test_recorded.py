@@ -1,0 +1,68 @@
+"""A recorded step does what the model does, and a ring of keys holds what a cache holds."""
+
+import sys
+
+import pytest
+import torch
+
+from subquad.attention import build
+from subquad.generation import generate
+from subquad.generation.slots import FixedSlots
+from subquad.testing import assert_exact, assert_same_maths
+from tests.generation.models import MECHANISMS, every, make, numbers
+
+
+@every(("linear", "elita", "llp", "full", "loops"), (*MECHANISMS, "loops", "hybrid"))
+def test_a_recorded_step_has_the_models_logits(name):
+    model = make(name)
+    fixed, states = FixedSlots(model, 2, 40), []
+    with torch.no_grad():
+        for slot, tokens in enumerate((3, 20)):
+            states.append(model.hidden(torch.tensor([numbers(tokens)]))[1])
+            fixed.insert(slot, states[-1])
+        for token in range(8):
+            logits_BV = fixed.step([token, token + 1])
+            for slot, state in enumerate(states):
+                out_11V, states[slot] = model(torch.tensor([[token + slot]]), state)
+                assert_same_maths(logits_BV[slot], out_11V[0, 0])
+        last_11 = torch.tensor([[1]])
+        for slot, state in enumerate(states):
+            assert_same_maths(model(last_11, fixed.take(slot))[0], model(last_11, state)[0])
+
+
+def test_a_step_is_recorded_once_and_changed_weights_count():
+    model = make("linear")
+    fixed, twin = FixedSlots(model, 1, 1), FixedSlots(model, 1, 1)
+    with torch.no_grad():
+        fixed.step([1])
+        twin.step([1])
+        model.embedding.tokens.weight.mul_(0.5)
+        assert_exact(fixed.step([2]), twin.step([2]))
+        assert len(fixed._steps) == 1
+
+
+@pytest.mark.parametrize("seen", [1, 5, 7, 8, 9, 30])
+@pytest.mark.parametrize(("name", "options"), [("window", {"width": 8}), ("llp", {"segment": 8}), ("full", {})])
+def test_a_ring_holds_what_the_cache_holds(name, options, seen):
+    layer = build(name, dim=16, num_heads=2, **options).double()
+    _, state = layer(torch.randn(1, seen, 16, dtype=torch.float64))
+    ring = layer.to_ring(state, 40)
+    assert ring.tensor("ring_keys").shape[2] == (40 if name == "full" else 8)
+    back, kept = layer.from_ring(ring), state.tensor("keys").shape[2]
+    for entry in ("keys", "values"):
+        assert_exact(back.tensor(entry)[:, :, -kept:], state.tensor(entry))
+
+
+@pytest.mark.parametrize("name", ["latte", "window"])
+def test_a_long_text_goes_on_in_recorded_steps_and_is_the_same(name, monkeypatch):
+    model, prompt = make(name), numbers(9)
+    settings = {"max_tokens": 20, "temperature": 0}
+    expected = list(generate(model, prompt, **settings))
+    monkeypatch.setattr(sys.modules["subquad.generation.generate"], "RECORD_AFTER", 5)
+    found = generate(model, prompt, **settings)
+    tokens = [next(found) for _ in range(12)]
+    assert found._slots is not None
+    middle = found.state
+    assert tokens + list(found) == expected
+    assert list(generate(model, tokens[-1:], state=middle, max_tokens=8, temperature=0)) == expected[12:]
+    assert found.read_all().seen == len(prompt) + 20
