@@ -11,8 +11,9 @@ from typing import Any, Literal
 from jsonargparse import Namespace
 from rich.text import Text
 
-from benchmarks.config import BACKENDS, DTYPES, PASSES, BenchConfig, DecodeConfig, ModelConfig, OpsConfig
+from benchmarks.config import BACKENDS, DTYPES, PASSES, BenchConfig, DecodeConfig, LayersConfig, ModelConfig, OpsConfig
 from benchmarks.decode import check_decode, measure_decode
+from benchmarks.layers import check_layers, measure_layers
 from benchmarks.model import check_model, measure_model
 from benchmarks.ops import check_ops, measure_ops
 from benchmarks.plots import save
@@ -29,31 +30,49 @@ Measure time and memory on this machine. Each time is the median of interleaved 
 
 what:
   ops      operators, forward and backward, beside causal SDPA and other libraries
-  model    training steps and prefill of whole decoders
-  decode   one token after contexts of several lengths, and the size of the state
+  layers   whole attention layers of every causal mechanism, beside full attention
+  model    training steps and prefill of whole decoders, beside transformers' Llama
+  decode   one token after contexts of several lengths, beside transformers' Llama and steps written by hand
   images   generation of images by trained models, with and without their state
 
   python -m benchmarks ops --tokens 1024,4096 --out results
   python -m benchmarks ops --mechanisms latte --latents 16,32,64,128,256
   python -m benchmarks model --mechanisms full,llp --tokens 2048
-  python -m benchmarks decode --mechanisms llp,latte --contexts 1000,100000
+  python -m benchmarks decode --mechanisms llp,latte --contexts 1000,100000 --compile
 
 `python -m benchmarks WHAT --help` lists the options. Files are written only with --out FOLDER.
 """
-CONFIGS: dict[str, type[BenchConfig]] = {"ops": OpsConfig, "model": ModelConfig, "decode": DecodeConfig}
-MEASURES: dict[str, Callable[..., Report]] = {"ops": measure_ops, "model": measure_model, "decode": measure_decode}
-CHECKS: dict[str, Callable[[Any], None]] = {"ops": check_ops, "model": check_model, "decode": check_decode}
+CONFIGS: dict[str, type[BenchConfig]] = {
+    "ops": OpsConfig,
+    "layers": LayersConfig,
+    "model": ModelConfig,
+    "decode": DecodeConfig,
+}
+CHECKS: dict[str, Callable[[Any], None]] = {
+    "ops": check_ops,
+    "layers": check_layers,
+    "model": check_model,
+    "decode": check_decode,
+}
+MEASURES: dict[str, Callable[..., Report]] = {
+    "ops": measure_ops,
+    "layers": measure_layers,
+    "model": measure_model,
+    "decode": measure_decode,
+}
 _DECODER = {"layers": 12, "dim": 768, "heads": 12, "vocab": 32768}
 ON_GPU: dict[str, dict[str, Any]] = {
     "ops": {"dtype": "bfloat16"},
-    "model": {"dtype": "bfloat16", **_DECODER},
+    "layers": {"dtype": "bfloat16"},
+    "model": _DECODER,
     "decode": {"dtype": "bfloat16", **_DECODER, "contexts": [1000, 10000, 100000]},
 }
 """Defaults on a GPU that differ from those on a CPU."""
 DESCRIPTIONS = {
     "ops": "Time operators without projections, beside causal SDPA and other libraries.",
-    "model": "Time training steps (no optimizer) and prefill of decoders.",
-    "decode": "Time one token after contexts of several lengths.",
+    "layers": "Time whole attention layers with their default options, beside full attention.",
+    "model": "Time training steps (no optimizer) and prefill of decoders, beside transformers' Llama.",
+    "decode": "Time one token after contexts of several lengths, beside transformers' Llama and steps written by hand.",
 }
 HELP = {
     "mechanisms": "Mechanisms to time, separated by commas",
@@ -76,6 +95,9 @@ HELP = {
     "layers": "Number of layers",
     "dim": "Model width",
     "vocab": "Vocabulary size",
+    "limit": "Seconds of the longest pass; a longer one, by the square of the tokens from a length before, is skipped",
+    "compile": "Time the compiled step too",
+    "graph": "Time the step replayed from a CUDA graph too (needs --device cuda)",
 }
 """Help of each option, without its default."""
 
@@ -151,6 +173,9 @@ def make_parser(what: str) -> Parser:
     for option, default in CONFIGS[what]().to_dict().items():
         if option == "options":
             parser.add_options("Options of a mechanism, such as --options.llp.segment 512.")
+            continue
+        if isinstance(default, bool):
+            parser.add_argument(f"--{option}", action="store_true", help=f"{HELP[option]}.")
             continue
         kind: Any = str if isinstance(default, list | str) else float if isinstance(default, float) else int
         on_gpu = ON_GPU[what].get(option, default)

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from benchmarks.config import ModelConfig, OpsConfig
+from benchmarks.config import LayersConfig, ModelConfig, OpsConfig
 from benchmarks.memory import peak_bytes
 from benchmarks.peers import Peer
 from benchmarks.report import Report, Row, What
@@ -28,7 +28,7 @@ def check_there(device: str) -> None:
 
 def by_length(
     what: What,
-    config: OpsConfig | ModelConfig,
+    config: OpsConfig | LayersConfig | ModelConfig,
     peers: tuple[list[Peer], list[dict[str, str]]],
     rows_of: Callable[[int, bool, Tell], list[Row]],
     *,
@@ -62,6 +62,11 @@ def status_of(result: object) -> dict[str, str]:
 def statistics_of(timing: Timing) -> dict[str, float | int]:
     """Return a row's median and 20th and 80th percentile in seconds, and the number of repeats."""
     return {"median_s": timing.median, "p20_s": timing.p20, "p80_s": timing.p80, "repeats": len(timing.seconds)}
+
+
+def over(base: Timing | Failure | None, timing: Timing) -> float | None:
+    """Return how many times faster `timing` is than `base`, or None if the base has no time."""
+    return base.median / timing.median if isinstance(base, Timing) else None
 
 
 def memory_of(f: Callable[[], object], device: str) -> int | None:

@@ -10,10 +10,10 @@ import torch
 
 from benchmarks import peers as libraries
 from benchmarks.config import OpsConfig
-from benchmarks.measuring import OUT_OF_TIME, Tell, by_length, check_there, memory_of, statistics_of, status_of
+from benchmarks.measuring import OUT_OF_TIME, Tell, by_length, check_there, memory_of, over, statistics_of, status_of
 from benchmarks.operators import PRODUCTS, Case, Operator, Pass, Shape, check_mechanisms, our_cases, sdpa
 from benchmarks.report import Report, Row
-from benchmarks.timing import Failure, Timing, attempt, clock_of, interleave
+from benchmarks.timing import Failure, Run, Timing, attempt, clock_of, interleave
 
 
 class Line(NamedTuple):
@@ -65,27 +65,35 @@ def measure_ops(
     there, records = libraries.chosen(config.peers, config.device)
     cases = [sdpa(), *our_cases(config.mechanisms, config.backends or [None])]
     cases += libraries.cases_beside(there, records, config.mechanisms, config.device)
-    rows_of = partial(_length, config, cases)
+    rows_of = partial(rows_of_length, config, cases, [])
     given: Any = {"shown": shown, "deadline": deadline, "found": found, "command": command}
     return by_length("ops", config, (there, records), rows_of, **given)
 
 
-def _length(config: OpsConfig, cases: list[Case], tokens: int, late: bool, tell: Tell) -> list[Row]:
-    """Return the rows of one length."""
+def rows_of_length(
+    config: OpsConfig, cases: list[Case], earlier: list[Row], tokens: int, late: bool, tell: Tell
+) -> list[Row]:
+    """Return the rows of one length, with the first case as their base, and add them to those of earlier lengths.
+
+    A pass that would take longer than `config.limit`, by its time at an earlier length, is skipped.
+    """
     torch.compiler.reset()  # FlexAttention compiles for each length and would fill the compiler's cache
     lines = list[Line]()
     for case in cases:
         for shape in _shapes(config, case, tokens):
             lines.append(Line(case, shape, OUT_OF_TIME if late else attempt(case.make, shape)))
     passes = [cast(Pass, which) for which in config.passes]
-    runs = {
-        Key(n, which): line.operator.run(which)
-        for n, line in enumerate(lines)
-        if isinstance(line.operator, Operator)
-        for which in passes
-        if which in line.case.passes
-    }
-    times = interleave(
+    runs: dict[Key, Run] = {}
+    skipped: dict[Key, Timing | Failure] = {}
+    for n, line in enumerate(lines):
+        for which in passes:
+            if which in line.case.passes and isinstance(line.operator, Operator):
+                expected = _expected(earlier, line, which)
+                if expected <= config.limit:
+                    runs[Key(n, which)] = line.operator.run(which)
+                else:
+                    skipped[Key(n, which)] = Failure("skipped", f"it could take {expected:,.0f} s a pass")
+    times = skipped | interleave(
         runs,
         clock=clock_of(config.device),
         repeats=config.repeats,
@@ -97,7 +105,16 @@ def _length(config: OpsConfig, cases: list[Case], tokens: int, late: bool, tell:
         for which in passes:
             if which in line.case.passes:
                 rows.append(_row(line, which, times.get(Key(n, which)), times.get(Key(0, which))))
+    earlier += rows
     return rows
+
+
+def _expected(earlier: list[Row], line: Line, which: Pass) -> float:
+    """Return the seconds that a pass may take: those at the longest earlier length, times the square of the ratio."""
+    label, tokens = line.case.label(line.shape), line.shape.tokens
+    known = [row for row in earlier if (row["label"], row["pass"], row["status"]) == (label, which, "ok")]
+    longest = max(known, key=lambda row: row["tokens"], default=None)
+    return 0.0 if longest is None else longest["median_s"] * (tokens / longest["tokens"]) ** 2
 
 
 def _shapes(config: OpsConfig, case: Case, tokens: int) -> list[Shape]:
@@ -133,7 +150,7 @@ def _row(line: Line, which: Pass, timing: Timing | Failure | None, base: Timing 
     return {
         **row,
         **statistics_of(timing),
-        "times_faster": base.median / timing.median if isinstance(base, Timing) else None,
+        "times_faster": over(base, timing),
         "peak_bytes": None if which == "backward" else memory_of(lambda: operator.run(which).call(None), shape.device),
         "io_bytes": operator.io_bytes(which),
         "flops": flops,

@@ -32,7 +32,7 @@ MIB = 2**20
 
 def draw(report: Report) -> dict[str, Figure]:
     """Return the figures of a report by name, without those that have no rows."""
-    figures = {"ops": _ops, "model": _model, "decode": _decode}[report.what](report)
+    figures = {"ops": _ops, "layers": _layers, "model": _model, "decode": _decode}[report.what](report)
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 
@@ -71,12 +71,15 @@ def _source(row: Row) -> str:
     return f"{row['name']} [{row['backend']}]" if row.get("backend") else str(row["name"])
 
 
-def _model(report: Report) -> dict[str, Figure | None]:
-    passes = ["step", "prefill"]
+def _layers(report: Report, passes: Sequence[str] = ("forward", "forward_backward")) -> dict[str, Figure | None]:
     return {
         "time": _panels(report, report.rows, passes, _milliseconds, TIME),
         "memory": _panels(report, report.rows, passes, _peak, MEMORY),
     }
+
+
+def _model(report: Report) -> dict[str, Figure | None]:
+    return _layers(report, ("step", "prefill"))
 
 
 def _decode(report: Report) -> dict[str, Figure | None]:
