@@ -5,6 +5,8 @@ Shape letters: B batch, H heads, K channels per head, D model width, V vocabular
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -31,7 +33,8 @@ class ByHand:
         self.memories: list[Tensor] = []
         K, like = config.dim // config.num_heads, self.table
         for block in decoder.blocks():
-            mix, feed = block.attention, block.feedforward
+            mix: Any = block.attention
+            feed: Any = block.feedforward
             together = [torch.cat([part.weight for part in parts]).detach() for parts in (
                 (mix.query, mix.key, mix.value), (feed.gate, feed.up),
             )]  # fmt: skip

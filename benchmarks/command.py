@@ -11,7 +11,7 @@ from typing import Any, Literal
 from jsonargparse import Namespace
 from rich.text import Text
 
-from benchmarks.config import BACKENDS, DTYPES, PASSES, BenchConfig, DecodeConfig, LayersConfig, ModelConfig, OpsConfig
+from benchmarks.config import DTYPES, BenchConfig, DecodeConfig, LayersConfig, ModelConfig, OpsConfig
 from benchmarks.decode import check_decode, measure_decode
 from benchmarks.layers import check_layers, measure_layers
 from benchmarks.model import check_model, measure_model
@@ -33,7 +33,6 @@ what:
   layers   whole attention layers of every causal mechanism, beside full attention
   model    training steps and prefill of whole decoders, beside transformers' Llama
   decode   one token after contexts of several lengths, beside transformers' Llama and steps written by hand
-  images   generation of images by trained models, with and without their state
 
   python -m benchmarks ops --tokens 1024,4096 --out results
   python -m benchmarks ops --mechanisms latte --latents 16,32,64,128,256
@@ -74,32 +73,6 @@ DESCRIPTIONS = {
     "model": "Time training steps (no optimizer) and prefill of decoders, beside transformers' Llama.",
     "decode": "Time one token after contexts of several lengths, beside transformers' Llama and steps written by hand.",
 }
-HELP = {
-    "mechanisms": "Mechanisms to time, separated by commas",
-    "device": "cpu or cuda",
-    "dtype": "Dtype of the inputs (ops, decode) or of autocast (model)",
-    "repeats": "Timed calls of each case; by default as many as fit into --seconds",
-    "seconds": "Seconds for the repeats at one length",
-    "tokens": "Sequence lengths in tokens, separated by commas",
-    "contexts": "Context lengths in tokens, separated by commas",
-    "latents": "Latents per head of Latte, such as 16,64",
-    "segment": "LLP's segment and the window's width in tokens, such as 256,512",
-    "passes": f"Passes to time, separated by commas: {', '.join(PASSES)}",
-    "backends": f"Backends to time, separated by commas: {', '.join(BACKENDS)}; by default the engine's choice",
-    "peers": "Other libraries: auto (all that are installed), none, or names separated by commas",
-    "batch": "Sequences per batch",
-    "batch_tokens": "Tokens per batch, instead of --batch",
-    "piece": "Tokens that prefill reads at a time",
-    "heads": "Number of heads",
-    "channels": "Channels per head",
-    "layers": "Number of layers",
-    "dim": "Model width",
-    "vocab": "Vocabulary size",
-    "limit": "Seconds of the longest pass; a longer one, by the square of the tokens from a length before, is skipped",
-    "compile": "Time the compiled step too",
-    "graph": "Time the step replayed from a CUDA graph too (needs --device cuda)",
-}
-"""Help of each option, without its default."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -113,12 +86,8 @@ def run(arguments: Sequence[str]) -> int:
     if what in ("-h", "--help"):
         sys.stdout.write(OVERVIEW)
         return 0
-    if what == "images":
-        from benchmarks import images  # imports transformers
-
-        return images.run(arguments[1:])
     if what not in CONFIGS:
-        message = f"unknown benchmark {what!r}; {suggest(what, [*CONFIGS, 'images'])}" if what else "no benchmark named"
+        message = f"unknown benchmark {what!r}; {suggest(what, CONFIGS)}" if what else "no benchmark named"
         sys.stderr.write(f"error: {message}\nsee python -m benchmarks --help\n")
         return 2
     parser = make_parser(what)
@@ -129,7 +98,7 @@ def run(arguments: Sequence[str]) -> int:
     report = MEASURES[what](config, shown=True, command=shlex.join(["python", "-m", "benchmarks", *arguments]))
     _show(report, markdown=chosen.markdown)
     if chosen.out is not None:
-        files = report.save(chosen.out) + (save(report, Path(chosen.out)) if chosen.plots else [])
+        files = [report.save(chosen.out), *(save(report, Path(chosen.out)) if chosen.plots else [])]
         sys.stdout.write("".join(f"{file}\n" for file in files))
     return 1 if report.failures else 0
 
@@ -170,19 +139,22 @@ def make_parser(what: str) -> Parser:
     """Return the parser of a benchmark: its configuration's fields and the output options."""
     name = f"python -m benchmarks {what}"
     parser = Parser(description=DESCRIPTIONS[what], prog=name, usage=f"{name} [options]")
-    for option, default in CONFIGS[what]().to_dict().items():
+    documented = Parser()
+    documented.add_config(CONFIGS[what])
+    helps = documented.helps()
+    for option, default in CONFIGS[what]().to_dict().items():  # lists are given as a,b,c
         if option == "options":
             parser.add_options("Options of a mechanism, such as --options.llp.segment 512.")
             continue
         if isinstance(default, bool):
-            parser.add_argument(f"--{option}", action="store_true", help=f"{HELP[option]}.")
+            parser.add_argument(f"--{option}", action="store_true", help=helps[option])
             continue
         kind: Any = str if isinstance(default, list | str) else float if isinstance(default, float) else int
         on_gpu = ON_GPU[what].get(option, default)
         shown = _shown(default) + (f"; on a GPU {_shown(on_gpu)}" if on_gpu != default else "")
-        text = HELP[option] + (f" (default: {shown})." if shown else ".")
+        text = helps[option].removesuffix(".") + (f" (default: {shown})." if shown else ".")
         parser.add_argument(f"--{option}", type=(Literal[DTYPES] if option == "dtype" else kind) | None, help=text)
-    out = "Folder for JSON, CSV and pictures (default: none are written)."
+    out = "Folder for JSON and pictures (default: none are written)."
     parser.add_argument("--out", type=str | None, default=None, help=out)
     parser.add_yes_no("plots", "Draw pictures into --out.")
     parser.add_argument("--markdown", action="store_true", help="Print the tables in Markdown.")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -14,7 +12,7 @@ from benchmarks import peers as libraries
 from benchmarks.by_hand import FORMS
 from benchmarks.config import DecodeConfig
 from benchmarks.decoding import ROOM, Read, by_hand, captured, compiled, read
-from benchmarks.measuring import OUT_OF_TIME, Progress, check_there, over, statistics_of, status_of
+from benchmarks.measuring import OUT_OF_TIME, Progress, Running, check_there, over, statistics_of, status_of
 from benchmarks.models import build_decoder, check_models, label_of, peer_model
 from benchmarks.report import Report, Row
 from benchmarks.timing import Failure, Run, Timing, attempt, interleave, wall_clock
@@ -49,15 +47,7 @@ def check_decode(config: DecodeConfig) -> None:
             _build(config, name)
 
 
-def measure_decode(
-    config: DecodeConfig | None = None,
-    /,
-    *,
-    shown: bool = False,
-    deadline: float | None = None,
-    found: Callable[[Report], None] | None = None,
-    command: str = "",
-) -> Report:
+def measure_decode(config: DecodeConfig | None = None, /, **running: Unpack[Running]) -> Report:
     """Measure the time of one token after each context, beside transformers' Llama and steps written by hand.
 
     The context is read in pieces; then the same next token is decoded from the same state in every repeat, so the
@@ -77,23 +67,24 @@ def measure_decode(
     ]
     reads: dict[Key, Read | Failure] = {}
     models: dict[str, Any] = {}
-    with Progress(len(keys) + 1, shown=shown) as progress:
-        for key in keys:
-            progress.step(f"{key.name}, {key.form}, reads {key.tokens:,} tokens")
-            if deadline is None or time.monotonic() <= deadline:
-                if key.name not in models:
-                    models[key.name] = attempt(_ready, config, key.name)
-                model, plain = models[key.name], reads.get(key._replace(form="call"))
-                failed = next((one for one in (model, plain) if isinstance(one, Failure)), None)
-                reads[key] = failed or attempt(_read, config, model, key, plain)
-        progress.step("one token")
-        # Order by context, so that consecutive cases use different models.
-        turns = sorted(reads.items(), key=lambda item: item[0].tokens)
-        runs = {key: _run(done) for key, done in turns if isinstance(done, Read)}
-        times = interleave(runs, clock=wall_clock, repeats=config.repeats, seconds=config.seconds, most=MOST)
+    progress, deadline = Progress(len(keys) + 1, shown=running.get("shown", False)), running.get("deadline")
+    for key in keys:
+        progress.step(f"{key.name}, {key.form}, reads {key.tokens:,} tokens")
+        if deadline is None or time.monotonic() <= deadline:
+            if key.name not in models:
+                models[key.name] = attempt(_ready, config, key.name)
+            model, plain = models[key.name], reads.get(key._replace(form="call"))
+            failed = [one for one in (model, plain) if isinstance(one, Failure)]
+            reads[key] = failed[0] if failed else attempt(_read, config, model, key, plain)
+    progress.step("one token")
+    # Order by context, so that consecutive cases use different models.
+    turns = sorted(reads.items(), key=lambda item: item[0].tokens)
+    runs = {key: _run(done) for key, done in turns if isinstance(done, Read)}
+    times = interleave(runs, clock=wall_clock, repeats=config.repeats, seconds=config.seconds, most=MOST)
     rows = [_row(config, key, reads.get(key, OUT_OF_TIME), times) for key in keys]
+    command = running.get("command", "")
     result = Report("decode", config.to_dict(), rows, origin, peers=records, command=command)
-    if found is not None:
+    if (found := running.get("found")) is not None:
         found(result)
     return result
 
@@ -110,8 +101,8 @@ def _build(config: DecodeConfig, name: str) -> Decoder:
 
 
 def _ready(config: DecodeConfig, name: str) -> Any:
-    build = partial(peer_model, longest=max(config.contexts) + ROOM, **config.sizes) if name == PEER else None
-    model = _build(config, name) if build is None else build(name)
+    longest = max(config.contexts) + ROOM
+    model = peer_model(name, longest=longest, **config.sizes) if name == PEER else _build(config, name)
     return model.eval().to(config.device, getattr(torch, config.dtype))
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from benchmarks.config import LayersConfig
-from benchmarks.measuring import by_length, check_there
+from benchmarks.measuring import Running, by_length, check_there
 from benchmarks.models import check_models
 from benchmarks.operators import Case, Operator, Shape
 from benchmarks.ops import rows_of_length
@@ -25,15 +25,7 @@ def check_layers(config: LayersConfig) -> None:
     check_models(config.mechanisms, {}, stacks=False)
 
 
-def measure_layers(
-    config: LayersConfig | None = None,
-    /,
-    *,
-    shown: bool = False,
-    deadline: float | None = None,
-    found: Callable[[Report], None] | None = None,
-    command: str = "",
-) -> Report:
+def measure_layers(config: LayersConfig | None = None, /, **running: Unpack[Running]) -> Report:
     """Measure time and peak memory of layers `build(name, dim=..., num_heads=...)` with their default options.
 
     The backward pass gives the gradients of the input and of every weight. Ratios are relative to `full`; arguments,
@@ -43,7 +35,7 @@ def measure_layers(
     check_layers(config)
     names = [BASE, *(name for name in config.mechanisms if name != BASE)]
     rows_of = partial(rows_of_length, config.operators, [_case(config.dim, name) for name in names], [])
-    return by_length("layers", config, ([], []), rows_of, shown=shown, deadline=deadline, found=found, command=command)
+    return by_length("layers", config, ([], []), rows_of, **running)
 
 
 def _case(dim: int, name: str) -> Case:

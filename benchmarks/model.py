@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks import peers as libraries
 from benchmarks.config import ModelConfig
-from benchmarks.measuring import OUT_OF_TIME, Tell, by_length, check_there, memory_of, over, statistics_of, status_of
+from benchmarks.measuring import (
+    OUT_OF_TIME,
+    Running,
+    by_length,
+    check_there,
+    memory_of,
+    over,
+    statistics_of,
+    status_of,
+)
 from benchmarks.models import BASE, Llama, build_decoder, check_models, label_of, peer_model
 from benchmarks.report import Report, Row
 from benchmarks.timing import Failure, Run, Timing, attempt, clock_of, interleave
@@ -44,15 +52,7 @@ def check_model(config: ModelConfig) -> None:
             _build(config, name, config.tokens[0])
 
 
-def measure_model(
-    config: ModelConfig | None = None,
-    /,
-    *,
-    shown: bool = False,
-    deadline: float | None = None,
-    found: Callable[[Report], None] | None = None,
-    command: str = "",
-) -> Report:
+def measure_model(config: ModelConfig | None = None, /, **running: Unpack[Running]) -> Report:
     """Measure time and peak memory of training steps (loss and gradients, no optimizer) and prefill of decoders.
 
     Ratios are relative to the same decoder with causal `scaled_dot_product_attention`, and to transformers' Llama. In
@@ -63,8 +63,7 @@ def measure_model(
     check_model(config)
     peers = libraries.chosen(config.peers, config.device, "model")
     rows_of = partial(_length, config, [peer.name for peer in peers[0]])
-    given: Any = {"shown": shown, "deadline": deadline, "found": found, "command": command}
-    return by_length("model", config, peers, rows_of, **given)
+    return by_length("model", config, peers, rows_of, **running)
 
 
 def _build(config: ModelConfig, name: str, tokens: int) -> Decoder:
@@ -82,7 +81,7 @@ def _subjects(config: ModelConfig, tokens: int, peers: list[str]) -> list[Subjec
     return [s if isinstance(s.model, Failure) else s._replace(model=attempt(s.model.to, config.device)) for s in found]
 
 
-def _length(config: ModelConfig, peers: list[str], tokens: int, late: bool, tell: Tell) -> list[Row]:
+def _length(config: ModelConfig, peers: list[str], tokens: int, late: bool) -> list[Row]:
     """Return the rows of one length."""
     if late:
         subjects = [Subject(n, label_of(n, config.options), "ours", OUT_OF_TIME) for n in config.mechanisms]
@@ -102,7 +101,6 @@ def _length(config: ModelConfig, peers: list[str], tokens: int, late: bool, tell
         clock=clock_of(config.device),
         repeats=config.repeats,
         seconds=config.seconds,
-        told=lambda key: tell(f"{tokens:,} tokens: {key.name}, {key.which}"),
     )
     rows = list[Row]()
     for subject in subjects:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Unpack, cast
 
 import torch
 
 from benchmarks import peers as libraries
 from benchmarks.config import OpsConfig
-from benchmarks.measuring import OUT_OF_TIME, Tell, by_length, check_there, memory_of, over, statistics_of, status_of
+from benchmarks.measuring import (
+    OUT_OF_TIME,
+    Running,
+    by_length,
+    check_there,
+    kernels_of,
+    memory_of,
+    over,
+    statistics_of,
+    status_of,
+)
 from benchmarks.operators import PRODUCTS, Case, Operator, Pass, Shape, check_mechanisms, our_cases, sdpa
 from benchmarks.report import Report, Row
 from benchmarks.timing import Failure, Run, Timing, attempt, clock_of, interleave
@@ -38,23 +47,12 @@ def check_ops(config: OpsConfig) -> None:
     libraries.chosen(config.peers, config.device)
 
 
-def measure_ops(
-    config: OpsConfig | None = None,
-    /,
-    *,
-    shown: bool = False,
-    deadline: float | None = None,
-    found: Callable[[Report], None] | None = None,
-    command: str = "",
-) -> Report:
+def measure_ops(config: OpsConfig | None = None, /, **running: Unpack[Running]) -> Report:
     """Measure time, peak memory, FLOP/s, bytes/s and speed relative to causal SDPA of operators at each length.
 
     Args:
         config: what to measure; `OpsConfig()` is the documentation's table.
-        shown: whether to show progress on standard error.
-        deadline: a time of `time.monotonic()`; lengths that would start later are marked `skipped`.
-        found: called with the report after each length, so that an interrupted run keeps its results.
-        command: the command to record in the report.
+        running: whether to show progress, and more (`Running`).
 
     Each time is the median of interleaved repeats: every case runs once, then all again. On a GPU it is the GPU's own
     time. A case that fails or runs out of memory becomes a row with that status. Raises `ValueError` for a missing
@@ -66,13 +64,10 @@ def measure_ops(
     cases = [sdpa(), *our_cases(config.mechanisms, config.backends or [None])]
     cases += libraries.cases_beside(there, records, config.mechanisms, config.device)
     rows_of = partial(rows_of_length, config, cases, [])
-    given: Any = {"shown": shown, "deadline": deadline, "found": found, "command": command}
-    return by_length("ops", config, (there, records), rows_of, **given)
+    return by_length("ops", config, (there, records), rows_of, **running)
 
 
-def rows_of_length(
-    config: OpsConfig, cases: list[Case], earlier: list[Row], tokens: int, late: bool, tell: Tell
-) -> list[Row]:
+def rows_of_length(config: OpsConfig, cases: list[Case], earlier: list[Row], tokens: int, late: bool) -> list[Row]:
     """Return the rows of one length, with the first case as their base, and add them to those of earlier lengths.
 
     A pass that would take longer than `config.limit`, by its time at an earlier length, is skipped.
@@ -98,7 +93,6 @@ def rows_of_length(
         clock=clock_of(config.device),
         repeats=config.repeats,
         seconds=config.seconds,
-        told=lambda key: tell(f"{tokens:,} tokens: {lines[key.line].case.name}, {key.which.replace('_', ' + ')}"),
     )
     rows = list[Row]()
     for n, line in enumerate(lines):
@@ -147,6 +141,9 @@ def _row(line: Line, which: Pass, timing: Timing | Failure | None, base: Timing 
     if not isinstance(operator, Operator) or not isinstance(timing, Timing):
         return row
     flops = None if case.flops is None else round(PRODUCTS[which] * case.flops(shape))
+    if shape.device.startswith("cuda"):
+        found = attempt(kernels_of, lambda: operator.run(which).call(None))
+        row["kernels"] = found.message if isinstance(found, Failure) else found
     return {
         **row,
         **statistics_of(timing),

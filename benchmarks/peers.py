@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.memory import check_room
 from benchmarks.operators import (
     PASSES,
     Case,
@@ -187,19 +186,6 @@ def _linear_attention_transformer(_: str) -> list[Case]:
     return [_case("linear-attention-transformer", label, make, flops=scan_flops, beside="linear")]
 
 
-def _performer(_: str) -> list[Case]:
-    def make(shape: Shape) -> Operator:
-        # Autograd keeps several K x V states per token; if that memory is missing, the system kills the process.
-        state = 4 * shape.batch * shape.heads * shape.tokens * shape.channels**2
-        check_room(5 * state, shape.device)
-        with contextlib.redirect_stdout(io.StringIO()):
-            module = load("performer_pytorch.performer_pytorch")
-            layer = module.FastAttention(shape.channels, nb_features=shape.channels, causal=True)
-        return Operator(shape.qkv(), layer.to(shape.device, shape.dtype))
-
-    return [_case("performer-pytorch", "performer-pytorch, as many features as channels", make, beside="linear")]
-
-
 # --- flash-linear-attention
 
 
@@ -260,7 +246,6 @@ PEERS = (
     Peer("flex", "torch", ("cpu", "cuda"), _flex),
     _library("local-attention", _local_attention),
     _library("linear-attention-transformer", _linear_attention_transformer),
-    _library("performer-pytorch", _performer),
     Peer("fla", "fla", ("cuda",), _fla, "flash-linear-attention"),
     _model("perceiver-ar-pytorch", "perceiver_ar_pytorch", ("model",)),  # it has no operator to time alone
     _model("transformers", "transformers", ("model", "decode")),

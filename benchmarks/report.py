@@ -1,8 +1,7 @@
-"""Reports of benchmarks: rows with settings, machine and versions, as text tables, CSV and JSON."""
+"""Reports of benchmarks: rows with settings, machine and versions, as text tables and JSON."""
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -89,26 +88,14 @@ class Report:
         """Return the tables and notes in Markdown."""
         return "\n\n".join([*(grid.markdown() for grid in self.grids()), *notes(self)])
 
-    def save(self, folder: str | Path) -> list[Path]:
-        """Write JSON and CSV into a folder, which is created if missing, and return the files."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        files = [folder / f"{self.stem}.json", folder / f"{self.stem}.csv"]
+    def save(self, folder: str | Path) -> Path:
+        """Write JSON into a folder, which is created if missing, and return the file."""
+        file = Path(folder) / f"{self.stem}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
         # Written aside and renamed, so that an interrupted run leaves the previous file intact.
-        aside = files[0].with_suffix(".json.tmp")
+        aside = file.with_suffix(".json.tmp")
         aside.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-        aside.replace(files[0])
-        _write_csv(files[1], self.rows)
-        return files
-
-
-def _write_csv(file: Path, rows: Sequence[Row]) -> None:
-    """Write one line per row with the keys of all rows as columns; missing values are empty."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    with file.open("w", encoding="utf-8", newline="") as opened:
-        writer = csv.DictWriter(opened, fieldnames=keys)
-        writer.writeheader()
-        writer.writerows(rows)
+        return aside.replace(file)
 
 
 def notes(report: Report) -> list[str]:
@@ -206,7 +193,7 @@ def _ops(report: Report) -> list[Grid]:
 
 def _model(report: Report) -> list[Grid]:
     headers = ("", "tokens", "batch", *TIMES, "tokens/s", "times sdpa", "times Llama", "peak memory")
-    headers += ("prefill tokens/s", "times Llama")
+    more = ("prefill tokens/s", "times Llama")
     prefill = {(row["name"], row["tokens"]): row for row in report.rows if row["pass"] == "prefill"}
     lines = []
     for row, first in _grouped([row for row in report.rows if row["pass"] == "step"]):
@@ -224,7 +211,7 @@ def _model(report: Report) -> list[Grid]:
                 *(("-", "-") if read is None else (_tokens_per_s(read), ratio(read, "over_transformers"))),
             )
         )
-    return [Grid(f"A training step and prefill: {setting(report)}", headers, lines)]
+    return [Grid(f"A training step and prefill: {setting(report)}", headers + more, lines)]
 
 
 def _decode(report: Report) -> list[Grid]:
