@@ -17,7 +17,7 @@ from benchmarks.by_hand import ByHand
 from benchmarks.config import DecodeConfig
 from benchmarks.models import Llama
 from benchmarks.peers import load
-from subquad.generation.slots import FixedSlots, join, row_of
+from subquad.generation.slots import FixedSlots, row_of
 from subquad.models import Decoder
 from subquad.state import State
 from subquad.testing.tools import assert_exact
@@ -105,7 +105,7 @@ class InPlace:
 
     def __init__(self, model: Decoder, state: State, token_B1: Tensor) -> None:
         self.model, self.token_B1 = model, token_B1
-        self.first = join([row_of(state, row) for row in range(len(token_B1))])  # counts tokens in tensors
+        self.first = _counted(state, token_B1)
         self.state = self.first.map(torch.clone)
 
     @torch.no_grad()
@@ -125,6 +125,17 @@ class InPlace:
             if place.shape != value.shape:
                 raise ValueError(f"a state of constant shape is needed, got {[*place.shape]}, then {[*value.shape]}")
             place.copy_(value)
+
+
+def _counted(state: State, token_B1: Tensor) -> State:
+    """Return the state with its counts of tokens as tensors `[B]`, which a graph can change."""
+    entries: dict[str, Tensor | int | State] = {}
+    for name, entry in state.entries.items():
+        if isinstance(entry, State):
+            entries[name] = _counted(entry, token_B1)
+        else:
+            entries[name] = torch.full_like(token_B1[:, 0], entry) if isinstance(entry, int) else entry
+    return State(entries, state.config_hash)
 
 
 def _tensors(state: State) -> list[Tensor]:
