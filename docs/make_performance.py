@@ -43,7 +43,8 @@ PICTURES = {
     ("cpu_ops", "latents"): "Time of Latte against the number of latents",
     ("cpu_model", "time"): "Time of a training step and of prefill against the number of tokens",
     ("cpu_model", "memory"): "Peak memory of a training step against the number of tokens",
-    ("cpu_decode", "time"): "Time of one token and size of the state against the context",
+    ("cpu_decode", "time"): "Time of one token against the context",
+    ("cpu_decode", "state"): "Size of the state against the context",
 }
 """Descriptions of the pictures for readers who cannot see them."""
 PASSES = {"forward": "forward", "forward_backward": "forward + backward", "step": "training", "prefill": "prefill"}
@@ -71,7 +72,7 @@ class Cell(NamedTuple):
     column: str
     found: Callable[[Report], Found]
     least: float | None = None
-    shown: Callable[[float], str] = "{:.2f}".format
+    shown: Callable[[float], str] = "{:.3g}".format
 
     @property
     def key(self) -> str:
@@ -161,7 +162,8 @@ def runs(what: str) -> str:
     grid: dict[str, dict[str, str]] = {}
     for cell in cells(what):
         values = [value for run in made if (value := run["found"].get(cell.key)) is not None]
-        text = ", ".join(dict.fromkeys(map(cell.shown, values))) or "-"
+        shown = [cell.shown(value) for value in values]
+        text = ", ".join(shown if len(set(shown)) > 1 else shown[:1]) or "-"
         if cell.least is not None and values:
             judged.append(median(values) >= cell.least)
             text += f" ({cell.least:.3g}: {'met' if judged[-1] else '**missed**'})"
@@ -313,7 +315,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "cpu-ops-pictures": partial(pictures, "cpu_ops", "time", "memory"),
     "cpu-latents": partial(pictures, "cpu_ops", "latents"),
     "cpu-model-pictures": partial(pictures, "cpu_model", "time", "memory"),
-    "cpu-decode-pictures": partial(pictures, "cpu_decode", "time"),
+    "cpu-decode-pictures": partial(pictures, "cpu_decode", "time", "state"),
     "five-mechanisms": five_mechanisms,
     "gpu-aims": gpu_aims,
 }
