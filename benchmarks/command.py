@@ -41,23 +41,11 @@ what:
 
 `python -m benchmarks WHAT --help` lists the options. Files are written only with --out FOLDER.
 """
-CONFIGS: dict[str, type[BenchConfig]] = {
-    "ops": OpsConfig,
-    "layers": LayersConfig,
-    "model": ModelConfig,
-    "decode": DecodeConfig,
-}
-CHECKS: dict[str, Callable[[Any], None]] = {
-    "ops": check_ops,
-    "layers": check_layers,
-    "model": check_model,
-    "decode": check_decode,
-}
-MEASURES: dict[str, Callable[..., Report]] = {
-    "ops": measure_ops,
-    "layers": measure_layers,
-    "model": measure_model,
-    "decode": measure_decode,
+BENCHMARKS: dict[str, tuple[type[BenchConfig], Callable[[Any], None], Callable[..., Report]]] = {
+    "ops": (OpsConfig, check_ops, measure_ops),
+    "layers": (LayersConfig, check_layers, measure_layers),
+    "model": (ModelConfig, check_model, measure_model),
+    "decode": (DecodeConfig, check_decode, measure_decode),
 }
 _DECODER = {"layers": 12, "dim": 768, "heads": 12, "vocab": 32768}
 ON_GPU: dict[str, dict[str, Any]] = {
@@ -67,12 +55,6 @@ ON_GPU: dict[str, dict[str, Any]] = {
     "decode": {"dtype": "bfloat16", **_DECODER, "contexts": [1000, 10000, 100000]},
 }
 """Defaults on a GPU that differ from those on a CPU."""
-DESCRIPTIONS = {
-    "ops": "Time operators without projections, beside causal SDPA and other libraries.",
-    "layers": "Time whole attention layers with their default options, beside full attention.",
-    "model": "Time training steps (no optimizer) and prefill of decoders, beside transformers' Llama.",
-    "decode": "Time one token after contexts of several lengths, beside transformers' Llama and steps written by hand.",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,16 +68,16 @@ def run(arguments: Sequence[str]) -> int:
     if what in ("-h", "--help"):
         sys.stdout.write(OVERVIEW)
         return 0
-    if what not in CONFIGS:
-        message = f"unknown benchmark {what!r}; {suggest(what, CONFIGS)}" if what else "no benchmark named"
+    if what not in BENCHMARKS:
+        message = f"unknown benchmark {what!r}; {suggest(what, BENCHMARKS)}" if what else "no benchmark named"
         sys.stderr.write(f"error: {message}\nsee python -m benchmarks --help\n")
         return 2
-    parser = make_parser(what)
+    parser, (_, check, measure) = make_parser(what), BENCHMARKS[what]
     chosen = parser.parse_args(arguments[1:])
     with parser.checking():
         config = _config(what, chosen)
-        CHECKS[what](config)
-    report = MEASURES[what](config, shown=True, command=shlex.join(["python", "-m", "benchmarks", *arguments]))
+        check(config)
+    report = measure(config, shown=True, command=shlex.join(["python", "-m", "benchmarks", *arguments]))
     _show(report, markdown=chosen.markdown)
     if chosen.out is not None:
         files = [report.save(chosen.out), *(save(report, Path(chosen.out)) if chosen.plots else [])]
@@ -105,14 +87,14 @@ def run(arguments: Sequence[str]) -> int:
 
 def _config(what: str, chosen: Namespace) -> BenchConfig:
     """Return the configuration with the given options. Raise the configuration's `ValueError` or `TypeError`."""
-    default = CONFIGS[what]()
+    default = BENCHMARKS[what][0]()
     given = {name: value for name in default.to_dict() if (value := chosen[name]) is not None and value != {}}
     for name, text in given.items():
         if isinstance(getattr(default, name), list) or name == "peers":
             given[name] = _listed(name, text)
     if str(given.get("device", "cpu")).startswith("cuda"):
         given = {**ON_GPU[what], **given}
-    return CONFIGS[what](**given)
+    return BENCHMARKS[what][0](**given)
 
 
 def _listed(name: str, text: str) -> Any:
@@ -137,12 +119,12 @@ def _show(report: Report, *, markdown: bool) -> None:
 
 def make_parser(what: str) -> Parser:
     """Return the parser of a benchmark: its configuration's fields and the output options."""
-    name = f"python -m benchmarks {what}"
-    parser = Parser(description=DESCRIPTIONS[what], prog=name, usage=f"{name} [options]")
-    documented = Parser()
-    documented.add_config(CONFIGS[what])
+    name, (config, _, measure) = f"python -m benchmarks {what}", BENCHMARKS[what]
+    description = (measure.__doc__ or "").partition("\n")[0]
+    parser, documented = Parser(description=description, prog=name, usage=f"{name} [options]"), Parser()
+    documented.add_config(config)
     helps = documented.helps()
-    for option, default in CONFIGS[what]().to_dict().items():  # lists are given as a,b,c
+    for option, default in config().to_dict().items():  # lists are given as a,b,c
         if option == "options":
             parser.add_options("Options of a mechanism, such as --options.llp.segment 512.")
             continue

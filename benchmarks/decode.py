@@ -12,7 +12,7 @@ from benchmarks import peers as libraries
 from benchmarks.by_hand import FORMS
 from benchmarks.config import DecodeConfig
 from benchmarks.decoding import ROOM, Read, by_hand, captured, compiled, read
-from benchmarks.measuring import OUT_OF_TIME, Progress, Running, check_there, over, statistics_of, status_of
+from benchmarks.measuring import OUT_OF_TIME, Progress, Running, check_there, over, result_of
 from benchmarks.models import build_decoder, check_models, label_of, peer_model
 from benchmarks.report import Report, Row
 from benchmarks.timing import Failure, Run, Timing, attempt, interleave, wall_clock
@@ -144,14 +144,13 @@ def _row(config: DecodeConfig, key: Key, done: Read | Failure, times: dict[Key, 
         "tokens": key.tokens,
         "batch": config.batch,
         "pass": "token",
-        **status_of(result),
+        **result_of(result),
     }
     if isinstance(done, Failure) or not isinstance(result, Timing):
         return row
     shortest = times.get(key._replace(tokens=min(config.contexts)))
     return {
         **row,
-        **statistics_of(result),
         "tokens_per_s": config.batch / result.median,
         "of_shortest": result.median / shortest.median if isinstance(shortest, Timing) else None,
         "over_transformers": over(times.get(Key(PEER, "call", key.tokens)), result),

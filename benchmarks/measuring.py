@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypedDict, Unpack
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.config import LayersConfig, ModelConfig, OpsConfig
 from benchmarks.memory import peak_bytes
@@ -60,16 +61,14 @@ def by_length(
     return report
 
 
-def status_of(result: object) -> dict[str, str]:
-    """Return a row's status and message: those of a `Failure`, else `ok`."""
+def result_of(result: object) -> Row:
+    """Return a row's status and message; for a `Timing` also median, percentiles in seconds and number of repeats."""
     if isinstance(result, Failure):
         return {"status": result.status, "message": result.message}
-    return {"status": "ok", "message": ""}
-
-
-def statistics_of(timing: Timing) -> dict[str, float | int]:
-    """Return a row's median and 20th and 80th percentile in seconds, and the number of repeats."""
-    return {"median_s": timing.median, "p20_s": timing.p20, "p80_s": timing.p80, "repeats": len(timing.seconds)}
+    row: Row = {"status": "ok", "message": ""}
+    if isinstance(result, Timing):
+        row |= {"median_s": result.median, "p20_s": result.p20, "p80_s": result.p80, "repeats": len(result.seconds)}
+    return row
 
 
 def over(base: Timing | Failure | None, timing: Timing) -> float | None:
@@ -85,7 +84,7 @@ def memory_of(f: Callable[[], object], device: str) -> int | None:
 
 def kernels_of(f: Callable[[], object]) -> list[tuple[str, int, float]]:
     """Return name, launches and microseconds of the kernels of a call that take longest on the GPU."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as record:
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
         f()
         torch.cuda.synchronize()
     events = sorted(record.key_averages(), key=lambda event: -event.self_device_time_total)

@@ -10,16 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks import peers as libraries
 from benchmarks.config import ModelConfig
-from benchmarks.measuring import (
-    OUT_OF_TIME,
-    Running,
-    by_length,
-    check_there,
-    memory_of,
-    over,
-    statistics_of,
-    status_of,
-)
+from benchmarks.measuring import OUT_OF_TIME, Running, by_length, check_there, memory_of, over, result_of
 from benchmarks.models import BASE, Llama, build_decoder, check_models, label_of, peer_model
 from benchmarks.report import Report, Row
 from benchmarks.timing import Failure, Run, Timing, attempt, clock_of, interleave
@@ -132,13 +123,12 @@ def _row(
         "batch": config.batch_of(tokens),
         "pass": which,
         "parameters": parameters,
-        **status_of(result),
+        **result_of(result),
     }
     if not isinstance(result, Timing):
         return row
     return {
         **row,
-        **statistics_of(result),
         "tokens_per_s": config.batch_of(tokens) * tokens / result.median,
         "times_faster": over(times.get(Key(BASE, which)), result),
         "over_transformers": over(times.get(Key("transformers", which)), result),

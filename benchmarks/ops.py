@@ -9,17 +9,7 @@ import torch
 
 from benchmarks import peers as libraries
 from benchmarks.config import OpsConfig
-from benchmarks.measuring import (
-    OUT_OF_TIME,
-    Running,
-    by_length,
-    check_there,
-    kernels_of,
-    memory_of,
-    over,
-    statistics_of,
-    status_of,
-)
+from benchmarks.measuring import OUT_OF_TIME, Running, by_length, check_there, kernels_of, memory_of, over, result_of
 from benchmarks.operators import PRODUCTS, Case, Operator, Pass, Shape, check_mechanisms, our_cases, sdpa
 from benchmarks.report import Report, Row
 from benchmarks.timing import Failure, Run, Timing, attempt, clock_of, interleave
@@ -136,7 +126,7 @@ def _row(line: Line, which: Pass, timing: Timing | Failure | None, base: Timing 
         "latents": shape.latents if case.by_latents else None,
         "segment": shape.segment if case.by_segment else None,
         "pass": which,
-        **status_of(operator if isinstance(operator, Failure) else timing),
+        **result_of(operator if isinstance(operator, Failure) else timing),
     }
     if not isinstance(operator, Operator) or not isinstance(timing, Timing):
         return row
@@ -146,7 +136,6 @@ def _row(line: Line, which: Pass, timing: Timing | Failure | None, base: Timing 
         row["kernels"] = found.message if isinstance(found, Failure) else found
     return {
         **row,
-        **statistics_of(timing),
         "times_faster": over(base, timing),
         "peak_bytes": None if which == "backward" else memory_of(lambda: operator.run(which).call(None), shape.device),
         "io_bytes": operator.io_bytes(which),

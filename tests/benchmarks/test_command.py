@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import operators as _cases
-from benchmarks.command import CONFIGS, main
+from benchmarks.command import BENCHMARKS, main
 from benchmarks.operators import Engine
 from tests.training.helpers import raising
 
@@ -94,7 +94,7 @@ def test_a_benchmark_must_be_named(capsys, arguments, message):
 def test_the_overview_lists_everything_and_help_shows_the_command(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"\n  {what} " in shown for what in CONFIGS)
+    assert all(f"\n  {what} " in shown for what in BENCHMARKS)
     with pytest.raises(SystemExit, match="0"):
         main(["ops", "--help"])
     shown = " ".join(capsys.readouterr().out.split())

@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks import memory
+from benchmarks.memory import peak_bytes
 
 
 def test_the_peak_counts_results_and_nothing_allocated_before():
@@ -13,7 +13,7 @@ def test_the_peak_counts_results_and_nothing_allocated_before():
         del b
         return c
 
-    assert memory.peak_bytes(call, "cpu") == 4 * 3000
+    assert peak_bytes(call, "cpu") == 4 * 3000
     before = torch.ones(500)
-    assert memory.peak_bytes(before.clone, "cpu") == 4 * 500
-    assert memory.peak_bytes(before.zero_, "cpu") == 0
+    assert peak_bytes(before.clone, "cpu") == 4 * 500
+    assert peak_bytes(before.zero_, "cpu") == 0
