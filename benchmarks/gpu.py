@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+BEGUN = time.monotonic()
 
 
 class Step(NamedTuple):
@@ -71,6 +72,7 @@ def main() -> int:
         sys.path.insert(0, str(ROOT))  # a script's own folder is on the path instead
         from benchmarks.gpu_steps import RUNS  # imports torch
 
+        arguments.limit -= time.monotonic() - BEGUN
         return RUNS[arguments.step](arguments)
     deadline = time.monotonic() + arguments.seconds
     arguments.folder.mkdir(parents=True, exist_ok=True)

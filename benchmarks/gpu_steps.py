@@ -38,6 +38,8 @@ def checks(arguments: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     turns = [list(kernels.FAMILIES)]
     turns += [[kernels.LONG]] if arguments.device == "cuda" else []  # alone: it takes much of the GPU's memory
+    for stale in arguments.folder.glob("gpu_checks_*.jsonl"):
+        stale.unlink()
     for names in turns:
         given = arguments.device, arguments.dry_run, str(arguments.folder)
         running = {name: get_context("spawn").Process(target=kernels.run, args=(name, *given)) for name in names}
