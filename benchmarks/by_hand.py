@@ -35,9 +35,8 @@ class ByHand:
         for block in decoder.blocks():
             mix: Any = block.attention
             feed: Any = block.feedforward
-            together = [torch.cat([part.weight for part in parts]).detach() for parts in (
-                (mix.query, mix.key, mix.value), (feed.gate, feed.up),
-            )]  # fmt: skip
+            joined = (mix.query, mix.key, mix.value), (feed.gate, feed.up)
+            together = [torch.cat([part.weight for part in parts]).detach() for parts in joined]
             norms = [norm.weight.detach() for norm in (block.attention_norm, block.feedforward_norm)]
             self.layers.append((*norms, *together, mix.out.weight.detach(), feed.down.weight.detach()))
             if self.form == "linear":

@@ -60,8 +60,7 @@ def read(config: DecodeConfig, model: Decoder | Llama, tokens: int) -> Read:
     seconds, token_B1 = time.perf_counter() - start, tokens_of(config, 1)
     if isinstance(model, Llama):
         return _llama(model, memory, token_B1, tokens, seconds)
-    assert isinstance(memory, State)
-    state = memory
+    state: Any = memory
     return Read(lambda: state, torch.no_grad()(lambda state: model(token_B1, state)[1]), state.nbytes, seconds)
 
 

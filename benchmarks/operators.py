@@ -17,14 +17,7 @@ from torch.nn import functional as F
 from benchmarks.timing import Run
 from subquad.attention import names
 from subquad.config import suggest
-from subquad.ops import (
-    SoftmaxOutput,
-    SoftmaxState,
-    block_attention,
-    gated_scan,
-    running_logsumexp,
-    running_softmax,
-)
+from subquad.ops import SoftmaxOutput, SoftmaxState, block_attention, gated_scan, running_logsumexp, running_softmax
 from subquad.ops.flops import gated_scan_flops, running_softmax_flops
 from subquad.ops.patterns import Causal, Pattern, Segments, Window
 

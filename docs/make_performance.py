@@ -55,6 +55,9 @@ OPERATORS: dict[str, dict[int, tuple[float, float]]] = {
     "elita": {1024: (9, 15), 4096: (28, 40), 16384: (100, 140)},
 }
 """Speed over causal SDPA, forward and forward + backward: B 1, H 8, 64 channels, float32, two cores."""
+SIZES = {"llp": {"segment": 256}, "window": {"segment": 256}, "latte": {"latents": 64}}
+LEAN = 1 / 1.1
+"""Bytes of inputs and outputs with their gradients, over the peak memory of forward + backward."""
 MODELS = {2048: 2.0, 8192: 5.0}
 """Tokens per second over those of transformers' Llama, in training and in prefill, by length."""
 STEPS = {"linear": 1.8, "latte": 1.8, "elita": 1.8, "window": 1.5, "llp": 1.5}
@@ -112,11 +115,17 @@ def cells(what: str) -> Iterator[Cell]:
     """Yield the values of a benchmark's table of runs."""
     if what == "ops":
         for name, aims in OPERATORS.items():
-            sizes = {"llp": {"segment": 256}, "latte": {"latents": 64}}.get(name, {})
+            sizes = SIZES.get(name, {})
             for place, which in enumerate(("forward", "forward_backward")):
                 for tokens, least in aims.items():
                     found = partial(_value, name, tokens, which, "times_faster", **sizes)
                     yield Cell(f"{name}, {PASSES[which]}", f"T = {tokens:,}", found, least[place])
+        for tokens in (4096, 16384):
+            found = partial(_over, "linear", "linear-attention-transformer", tokens, "forward_backward")
+            yield Cell("linear, forward + backward, / linear-attention-transformer", f"T = {tokens:,}", found, 1)
+        for name in (*OPERATORS, "window"):
+            for tokens in OPERATORS["llp"]:
+                yield Cell(f"{name}, in + out / peak memory", f"T = {tokens:,}", partial(_lean, name, tokens), LEAN)
     elif what == "layers":
         from benchmarks.config import LayersConfig
 
@@ -254,6 +263,15 @@ def _quotient(one: dict[str, Any] | None, other: dict[str, Any] | None) -> Found
     return None if one is None or other is None else other["median_s"] / one["median_s"]
 
 
+def _lean(name: str, tokens: int, report: Report) -> Found:
+    row = _row(report, name, tokens, "forward_backward", **SIZES.get(name, {}))
+    return None if row is None or not row["peak_bytes"] else row["io_bytes"] / row["peak_bytes"]
+
+
+def _over(ours: str, theirs: str, tokens: int, which: str, report: Report | None) -> Found:
+    return _quotient(_row(report, ours, tokens, which), _row(report, theirs, tokens, which))
+
+
 def _flat(name: str, report: Report) -> Found:
     short, long = (_row(report, name, tokens, "token", form="call") for tokens in (64, 32768))
     return _quotient(long, short)
@@ -266,8 +284,7 @@ def _by_hand(name: str, report: Report) -> Found:
 
 def _faster(stem: str, ours: str, theirs: str, which: str = "forward_backward") -> Found:
     """Return how many times faster `ours` is than `theirs` on a GPU at 16,384 tokens."""
-    report = loaded(f"gpu_{stem}")
-    return _quotient(_row(report, ours, 16384, which), _row(report, theirs, 16384, which))
+    return _over(ours, theirs, 16384, which, loaded(f"gpu_{stem}"))
 
 
 def _of_copy(name: str) -> Found:
