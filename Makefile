@@ -39,10 +39,10 @@ test-long: $(STAMP) ## the slow tests, one after another, since some take times
 smoke: $(STAMP) ## every experiment of the papers at its smallest, in under three minutes; it changes no result
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m experiments --all --scale smoke --work runs/smoke --processes $(JOBS)
 
-bench: $(STAMP) ## time operators, models and decoding on this machine, with pictures and tables in runs/benchmarks
-	@for what in ops model decode; do $(BIN)/python -m benchmarks $$what --out runs/benchmarks || exit 1; done
+bench: $(STAMP) ## time operators, layers, models and decoding on this machine, with pictures and tables in runs/benchmarks
+	@for what in ops layers model decode; do $(BIN)/python -m benchmarks $$what --out runs/benchmarks || exit 1; done
 
-gpu: ## the GPU tests and benchmarks, with .venv or else $(PYTHON) as it is; DEVICE=cpu tries it in tiny sizes
+gpu: ## the kernels' checks, times and tests on a GPU, with .venv or else $(PYTHON) as it is; DEVICE=cpu tries it in tiny sizes
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,"$(PYTHON)") benchmarks/gpu.py --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--dry-run)
 
 peers: $(STAMP) ## compare with other libraries, which it installs beside subquad (not part of `make test`)

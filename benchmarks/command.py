@@ -11,8 +11,9 @@ from typing import Any, Literal
 from jsonargparse import Namespace
 from rich.text import Text
 
-from benchmarks.config import BACKENDS, DTYPES, PASSES, BenchConfig, DecodeConfig, ModelConfig, OpsConfig
+from benchmarks.config import DTYPES, BenchConfig, DecodeConfig, LayersConfig, ModelConfig, OpsConfig
 from benchmarks.decode import check_decode, measure_decode
+from benchmarks.layers import check_layers, measure_layers
 from benchmarks.model import check_model, measure_model
 from benchmarks.ops import check_ops, measure_ops
 from benchmarks.plots import save
@@ -29,55 +30,31 @@ Measure time and memory on this machine. Each time is the median of interleaved 
 
 what:
   ops      operators, forward and backward, beside causal SDPA and other libraries
-  model    training steps and prefill of whole decoders
-  decode   one token after contexts of several lengths, and the size of the state
-  images   generation of images by trained models, with and without their state
+  layers   whole attention layers of every causal mechanism, beside full attention
+  model    training steps and prefill of whole decoders, beside transformers' Llama
+  decode   one token after contexts of several lengths, beside transformers' Llama and steps written by hand
 
   python -m benchmarks ops --tokens 1024,4096 --out results
   python -m benchmarks ops --mechanisms latte --latents 16,32,64,128,256
   python -m benchmarks model --mechanisms full,llp --tokens 2048
-  python -m benchmarks decode --mechanisms llp,latte --contexts 1000,100000
+  python -m benchmarks decode --mechanisms llp,latte --contexts 1000,100000 --compile
 
 `python -m benchmarks WHAT --help` lists the options. Files are written only with --out FOLDER.
 """
-CONFIGS: dict[str, type[BenchConfig]] = {"ops": OpsConfig, "model": ModelConfig, "decode": DecodeConfig}
-MEASURES: dict[str, Callable[..., Report]] = {"ops": measure_ops, "model": measure_model, "decode": measure_decode}
-CHECKS: dict[str, Callable[[Any], None]] = {"ops": check_ops, "model": check_model, "decode": check_decode}
+BENCHMARKS: dict[str, tuple[type[BenchConfig], Callable[[Any], None], Callable[..., Report]]] = {
+    "ops": (OpsConfig, check_ops, measure_ops),
+    "layers": (LayersConfig, check_layers, measure_layers),
+    "model": (ModelConfig, check_model, measure_model),
+    "decode": (DecodeConfig, check_decode, measure_decode),
+}
 _DECODER = {"layers": 12, "dim": 768, "heads": 12, "vocab": 32768}
 ON_GPU: dict[str, dict[str, Any]] = {
     "ops": {"dtype": "bfloat16"},
-    "model": {"dtype": "bfloat16", **_DECODER},
+    "layers": {"dtype": "bfloat16"},
+    "model": _DECODER,
     "decode": {"dtype": "bfloat16", **_DECODER, "contexts": [1000, 10000, 100000]},
 }
 """Defaults on a GPU that differ from those on a CPU."""
-DESCRIPTIONS = {
-    "ops": "Time operators without projections, beside causal SDPA and other libraries.",
-    "model": "Time training steps (no optimizer) and prefill of decoders.",
-    "decode": "Time one token after contexts of several lengths.",
-}
-HELP = {
-    "mechanisms": "Mechanisms to time, separated by commas",
-    "device": "cpu or cuda",
-    "dtype": "Dtype of the inputs (ops, decode) or of autocast (model)",
-    "repeats": "Timed calls of each case; by default as many as fit into --seconds",
-    "seconds": "Seconds for the repeats at one length",
-    "tokens": "Sequence lengths in tokens, separated by commas",
-    "contexts": "Context lengths in tokens, separated by commas",
-    "latents": "Latents per head of Latte, such as 16,64",
-    "segment": "LLP's segment and the window's width in tokens, such as 256,512",
-    "passes": f"Passes to time, separated by commas: {', '.join(PASSES)}",
-    "backends": f"Backends to time, separated by commas: {', '.join(BACKENDS)}; by default the engine's choice",
-    "peers": "Other libraries: auto (all that are installed), none, or names separated by commas",
-    "batch": "Sequences per batch",
-    "batch_tokens": "Tokens per batch, instead of --batch",
-    "piece": "Tokens that prefill reads at a time",
-    "heads": "Number of heads",
-    "channels": "Channels per head",
-    "layers": "Number of layers",
-    "dim": "Model width",
-    "vocab": "Vocabulary size",
-}
-"""Help of each option, without its default."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,37 +68,33 @@ def run(arguments: Sequence[str]) -> int:
     if what in ("-h", "--help"):
         sys.stdout.write(OVERVIEW)
         return 0
-    if what == "images":
-        from benchmarks import images  # imports transformers
-
-        return images.run(arguments[1:])
-    if what not in CONFIGS:
-        message = f"unknown benchmark {what!r}; {suggest(what, [*CONFIGS, 'images'])}" if what else "no benchmark named"
+    if what not in BENCHMARKS:
+        message = f"unknown benchmark {what!r}; {suggest(what, BENCHMARKS)}" if what else "no benchmark named"
         sys.stderr.write(f"error: {message}\nsee python -m benchmarks --help\n")
         return 2
-    parser = make_parser(what)
+    parser, (_, check, measure) = make_parser(what), BENCHMARKS[what]
     chosen = parser.parse_args(arguments[1:])
     with parser.checking():
         config = _config(what, chosen)
-        CHECKS[what](config)
-    report = MEASURES[what](config, shown=True, command=shlex.join(["python", "-m", "benchmarks", *arguments]))
+        check(config)
+    report = measure(config, shown=True, command=shlex.join(["python", "-m", "benchmarks", *arguments]))
     _show(report, markdown=chosen.markdown)
     if chosen.out is not None:
-        files = report.save(chosen.out) + (save(report, Path(chosen.out)) if chosen.plots else [])
+        files = [report.save(chosen.out), *(save(report, Path(chosen.out)) if chosen.plots else [])]
         sys.stdout.write("".join(f"{file}\n" for file in files))
     return 1 if report.failures else 0
 
 
 def _config(what: str, chosen: Namespace) -> BenchConfig:
     """Return the configuration with the given options. Raise the configuration's `ValueError` or `TypeError`."""
-    default = CONFIGS[what]()
+    default = BENCHMARKS[what][0]()
     given = {name: value for name in default.to_dict() if (value := chosen[name]) is not None and value != {}}
     for name, text in given.items():
         if isinstance(getattr(default, name), list) or name == "peers":
             given[name] = _listed(name, text)
     if str(given.get("device", "cpu")).startswith("cuda"):
         given = {**ON_GPU[what], **given}
-    return CONFIGS[what](**given)
+    return BENCHMARKS[what][0](**given)
 
 
 def _listed(name: str, text: str) -> Any:
@@ -146,18 +119,24 @@ def _show(report: Report, *, markdown: bool) -> None:
 
 def make_parser(what: str) -> Parser:
     """Return the parser of a benchmark: its configuration's fields and the output options."""
-    name = f"python -m benchmarks {what}"
-    parser = Parser(description=DESCRIPTIONS[what], prog=name, usage=f"{name} [options]")
-    for option, default in CONFIGS[what]().to_dict().items():
+    name, (config, _, measure) = f"python -m benchmarks {what}", BENCHMARKS[what]
+    description = (measure.__doc__ or "").partition("\n")[0]
+    parser, documented = Parser(description=description, prog=name, usage=f"{name} [options]"), Parser()
+    documented.add_config(config)
+    helps = documented.helps()
+    for option, default in config().to_dict().items():  # lists are given as a,b,c
         if option == "options":
             parser.add_options("Options of a mechanism, such as --options.llp.segment 512.")
+            continue
+        if isinstance(default, bool):
+            parser.add_argument(f"--{option}", action="store_true", help=helps[option])
             continue
         kind: Any = str if isinstance(default, list | str) else float if isinstance(default, float) else int
         on_gpu = ON_GPU[what].get(option, default)
         shown = _shown(default) + (f"; on a GPU {_shown(on_gpu)}" if on_gpu != default else "")
-        text = HELP[option] + (f" (default: {shown})." if shown else ".")
+        text = helps[option].removesuffix(".") + (f" (default: {shown})." if shown else ".")
         parser.add_argument(f"--{option}", type=(Literal[DTYPES] if option == "dtype" else kind) | None, help=text)
-    out = "Folder for JSON, CSV and pictures (default: none are written)."
+    out = "Folder for JSON and pictures (default: none are written)."
     parser.add_argument("--out", type=str | None, default=None, help=out)
     parser.add_yes_no("plots", "Draw pictures into --out.")
     parser.add_argument("--markdown", action="store_true", help="Print the tables in Markdown.")

@@ -15,7 +15,7 @@ BACKENDS = ("reference", "torch", "sequential", "flex", "triton")
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig(Config):
-    """Settings shared by the three benchmarks."""
+    """Settings shared by the benchmarks."""
 
     lists: ClassVar[tuple[str, ...]]
     """Fields that must be lists."""
@@ -70,13 +70,13 @@ class DecoderSizes(BenchConfig):
 
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Options of mechanisms, by the mechanism's name."""
-    layers: int = 2
+    layers: int = 4
     """Number of layers."""
-    dim: int = 128
+    dim: int = 192
     """Model width D."""
-    heads: int = 2
+    heads: int = 3
     """Number of heads H."""
-    vocab: int = 1024
+    vocab: int = 4096
     """Vocabulary size."""
 
     @property
@@ -107,11 +107,50 @@ class OpsConfig(LengthsConfig):
     """Backends of the engines; each is timed (empty: the engine's own choice)."""
     passes: list[str] = field(default_factory=lambda: ["forward", "forward_backward"])
     """Passes: forward (without gradients), backward, forward_backward."""
+    limit: float = 120.0
+    """Seconds. A pass that would take longer, by the square of the tokens from a length before, is skipped."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_choices("pass", self.passes, PASSES)
         _check_choices("backend", self.backends, BACKENDS)
+        if not self.limit > 0:
+            raise ValueError(f"limit must be above 0, got {self.limit}")
+
+
+def _causal() -> list[str]:
+    from subquad.attention import mechanism, names  # loads torch
+
+    return [name for name in names() if "causal" in mechanism(name).forms and name != "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayersConfig(BenchConfig):
+    """Settings of `measure_layers`: whole attention layers with their projections, beside `full`."""
+
+    lists = ("mechanisms", "tokens")
+
+    mechanisms: list[str] = field(default_factory=_causal)
+    """Causal mechanisms."""
+    tokens: list[int] = field(default_factory=lambda: [1024, 4096, 16384])
+    """Sequence lengths T in tokens."""
+    dim: int = 512
+    """Model width D."""
+    heads: int = 8
+    """Number of heads H."""
+    limit: float = 120.0
+    """Seconds. A pass that would take longer, by the square of the tokens from a length before, is skipped."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dim % self.heads:
+            raise ValueError(f"dim must be a multiple of heads, got {self.dim} and {self.heads}")
+
+    @property
+    def operators(self) -> OpsConfig:
+        """Return the sizes as those of operators."""
+        same = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "dim"}
+        return OpsConfig(channels=self.dim // self.heads, peers="none", **same)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +159,13 @@ class ModelConfig(LengthsConfig, DecoderSizes):
 
     lists = ("mechanisms", "tokens")
 
+    tokens: list[int] = field(default_factory=lambda: [2048, 8192])
+    """Sequence lengths T in tokens."""
+    batch: int = 2
+    """Sequences B per batch."""
+    dtype: str = "bfloat16"
+    """float32, bfloat16 or float16."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(DecoderSizes):
@@ -127,8 +173,14 @@ class DecodeConfig(DecoderSizes):
 
     lists = ("mechanisms", "contexts")
 
-    contexts: list[int] = field(default_factory=lambda: [1000, 4000, 16000])
+    contexts: list[int] = field(default_factory=lambda: [64, 4096, 32768])
     """Context lengths: tokens read before the timed one."""
+    peers: str | list[str] = "auto"
+    """Other libraries: auto (all that are installed), none, or a list of names."""
+    compile: bool = False
+    """Whether to time the compiled step too."""
+    graph: bool = False
+    """Whether to time the step replayed from a CUDA graph too."""
     piece: int = 2048
     """Tokens that prefill reads at a time."""
 
@@ -139,7 +191,7 @@ def _check_counts(name: str, value: Any) -> None:
     if not values and name not in ("backends", "peers"):
         raise ValueError(f"{name} must have at least one value")
     for number in values:
-        if isinstance(number, int) and number < 1:
+        if isinstance(number, int) and not isinstance(number, bool) and number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
 
 

@@ -1,12 +1,16 @@
-"""Run the GPU tests and benchmarks in under nine minutes without network (`make gpu`).
+"""Measure on a GPU without network, the most valuable first (`make gpu`); a call takes less than nine minutes.
 
-    python benchmarks/gpu.py [--device cuda|cpu] [--dry-run] [--only tests,ops] [--seconds 520] [--folder FOLDER]
+    python benchmarks/gpu.py                      # are the kernels right? then T = 16,384, FlexAttention, the tests
+    python benchmarks/gpu.py --only model,decode
+    python benchmarks/gpu.py --only fla           # beside flash-linear-attention
+    python benchmarks/gpu.py [--device cuda|cpu] [--dry-run] [--seconds 520] [--folder FOLDER]
 
 Needs torch, triton, numpy, pyyaml, tokenizers, pytest and this checkout. Wheels of peers in `.whl/` are unpacked into
 `.whl/site`; nothing else is installed. Each step runs in its own process with a time limit and writes `gpu_STEP.json`
-to benchmarks/results, and to $OUT if set. If a step fails or no time is left for it, its file says so and the next
-step runs. With `--device cpu --dry-run` all steps run in tiny sizes on a CPU, the kernels in Triton's interpreter. That
-tests this script alone; its files go to runs/gpu-dry-run.
+to benchmarks/results, and to $OUT if set, again after each case: a call that is cut short keeps what it had. If a step
+fails or no time is left for it, its file says so and the next step runs. With `--device cpu --dry-run` all steps run in
+tiny sizes on a CPU, the kernels in Triton's interpreter. That tests this script alone; its files go to
+runs/gpu-dry-run.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+BEGUN = time.monotonic()
 
 
 class Step(NamedTuple):
@@ -35,14 +40,17 @@ class Step(NamedTuple):
 
 
 STEPS = (
+    Step("checks", 150),
+    Step("ops", 110),
+    Step("flex", 90),
     Step("tests", 160),
-    Step("ops", 130),
-    Step("model", 80),
-    Step("decode", 40),
-    Step("fla", 130),
-    Step("warm", 160),
+    Step("model", 250),
+    Step("decode", 250),
+    Step("fla", 510),
 )
-NAMES = tuple(step.name for step in STEPS if step.name != "warm")
+NAMES = tuple(step.name for step in STEPS)
+FIRST = NAMES[:4]
+"""Steps of a call that names none. The others are for calls of their own."""
 WHEELS = ROOT / ".whl"
 SECONDS = 520.0
 """Limit for all steps: nine minutes less start-up and shutdown."""
@@ -64,26 +72,19 @@ def main() -> int:
         sys.path.insert(0, str(ROOT))  # a script's own folder is on the path instead
         from benchmarks.gpu_steps import RUNS  # imports torch
 
+        arguments.limit -= time.monotonic() - BEGUN
         return RUNS[arguments.step](arguments)
     deadline = time.monotonic() + arguments.seconds
     arguments.folder.mkdir(parents=True, exist_ok=True)
     site = install_wheels()
     limits = time_limits([step for step in STEPS if step.name in arguments.only], arguments.seconds)
-    warming = _start("warm", arguments, site) if arguments.device == "cuda" and site is not None else None
     failed = []
-    try:
-        for step, limit in limits.items():
-            if warming is not None and step.name != "tests":
-                _stop(warming)
-                warming = None
-            record = run_step(step, arguments, site, min(limit, deadline - time.monotonic()))
-            sys.stdout.write(f"{step.name}: {record['status']}, {record['seconds']:.0f} s\n")
-            sys.stdout.flush()
-            if record["status"] != "ok":
-                failed.append(step.name)
-    finally:  # also on Ctrl-C, which doesn't reach a process in another group
-        if warming is not None:
-            _stop(warming)
+    for step, limit in limits.items():
+        record = run_step(step, arguments, site, min(limit, deadline - time.monotonic()))
+        sys.stdout.write(f"{step.name}: {record['status']}, {record['seconds']:.0f} s\n")
+        sys.stdout.flush()
+        if record["status"] != "ok":
+            failed.append(step.name)
     if failed:
         sys.stdout.write(f"not ok: {', '.join(failed)}; see gpu_*.json in {arguments.folder}\n")
     return 1 if failed else 0
@@ -120,8 +121,7 @@ def run_step(step: Step, arguments: argparse.Namespace, site: Path | None, limit
     file.write_text(json.dumps({**found, "step": record}, indent=2) + "\n", encoding="utf-8")
     if os.environ.get("OUT"):
         Path(os.environ["OUT"]).mkdir(parents=True, exist_ok=True)
-        for made in arguments.folder.glob(f"gpu_{step.name}*"):
-            shutil.copy(made, os.environ["OUT"])
+        shutil.copy(file, os.environ["OUT"])
     return record
 
 
@@ -140,8 +140,8 @@ def install_wheels() -> Path | None:
     return site
 
 
-def _start(step: str, arguments: argparse.Namespace, site: Path | None, limit: float = 0.0) -> subprocess.Popen[str]:
-    """Start a step as leader of a process group, so that `_stop` ends its children too; without `limit`, mute it."""
+def _start(step: str, arguments: argparse.Namespace, site: Path | None, limit: float) -> subprocess.Popen[str]:
+    """Start a step as leader of a process group, so that `_stop` ends its children too."""
     environment = dict(os.environ)
     places = [str(ROOT), *([str(site)] if site else []), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(places)
@@ -155,7 +155,7 @@ def _start(step: str, arguments: argparse.Namespace, site: Path | None, limit: f
     command += ["--dry-run"] if arguments.dry_run else []
     return subprocess.Popen(
         command,
-        stdout=subprocess.PIPE if limit else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=environment,
@@ -187,17 +187,21 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu needs --dry-run")
     parser.add_argument("--dry-run", action="store_true", help="use tiny sizes, to test this script")
-    parser.add_argument("--only", default=",".join(NAMES), help=f"steps of {', '.join(NAMES)}, separated by commas")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit for all steps")
+    only = f"steps of {', '.join(NAMES)}, separated by commas (default: {', '.join(FIRST)}; in a dry run all)"
+    parser.add_argument("--only", default=None, help=only)
+    seconds = f"limit for all steps (default: {SECONDS:.0f}; in a dry run that of each)"
+    parser.add_argument("--seconds", type=float, default=None, help=seconds)
     parser.add_argument("--folder", type=Path, default=None, help="output folder (default: benchmarks/results)")
     parser.add_argument("--step", choices=[step.name for step in STEPS], help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=float, default=300.0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    arguments.only = arguments.only.split(",")
+    arguments.only = arguments.only.split(",") if arguments.only else NAMES if arguments.dry_run else FIRST
     if unknown := set(arguments.only) - set(NAMES):
         parser.error(f"unknown step {', '.join(sorted(unknown))}; valid: {', '.join(NAMES)}")
     if arguments.device == "cpu" and not arguments.dry_run:
         parser.error("--device cpu needs --dry-run (`make gpu DEVICE=cpu` adds it)")
+    if arguments.seconds is None:
+        arguments.seconds = sum(step.seconds for step in STEPS) if arguments.dry_run else SECONDS
     if arguments.folder is None:
         arguments.folder = ROOT / ("runs/gpu-dry-run" if arguments.dry_run else "benchmarks/results")
     return arguments

@@ -1,19 +1,19 @@
-"""Steps of benchmarks/gpu.py. Each runs in its own process and writes `gpu_STEP.json`."""
+"""Steps of benchmarks/gpu.py. Each runs in its own process and writes `gpu_STEP.json`, again after each case."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import signal
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from benchmarks.config import DecodeConfig, ModelConfig, OpsConfig
 from benchmarks.decode import measure_decode
@@ -21,153 +21,168 @@ from benchmarks.model import measure_model
 from benchmarks.ops import measure_ops
 from benchmarks.report import Report
 from subquad.evaluation.provenance import provenance
+from tests.ops.triton import checks as kernels
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARDS = 8
-"""Most processes that run the tests."""
-LAST_SECONDS = 10.0
-"""Seconds for interrupted tests to write their reports."""
+LAST_SECONDS = 8.0
+"""Seconds of a step's limit that are left when its processes are killed."""
+OUTCOME = re.compile(r"^(\S+::.*) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
+TAIL = 3000
+"""Characters kept of the output of tests that failed."""
+
+
+def checks(arguments: argparse.Namespace) -> int:
+    """Check each family of kernels in a process of its own, all at once; then, on a GPU, tensors of 2^31 entries."""
+    deadline, origin = time.monotonic() + arguments.limit - LAST_SECONDS, provenance(arguments.device)
+    statuses: dict[str, str] = {}
+    rows: list[dict[str, Any]] = []
+    turns = [list(kernels.FAMILIES)]
+    turns += [[kernels.LONG]] if arguments.device == "cuda" else []  # alone: it takes much of the GPU's memory
+    for stale in arguments.folder.glob("gpu_checks_*.jsonl"):
+        stale.unlink()
+    for names in turns:
+        given = arguments.device, arguments.dry_run, str(arguments.folder)
+        running = {name: get_context("spawn").Process(target=kernels.run, args=(name, *given)) for name in names}
+        for process in running.values():
+            process.start()
+        while set(running) - set(statuses):
+            time.sleep(0.5)
+            for name, process in running.items():
+                if name not in statuses and time.monotonic() > deadline and process.is_alive():
+                    process.kill()
+                    statuses[name] = "stopped: no time was left"
+                elif name not in statuses and not process.is_alive():
+                    statuses[name] = "ok" if process.exitcode == 0 else f"ended with status {process.exitcode}"
+            rows = [row for turn in turns for name in turn for row in _lines(kernels.file_of(given[2], name))]
+            _write(arguments, "checks", {"rows": rows, "families": statuses, "provenance": origin})
+    for name in statuses:
+        kernels.file_of(arguments.folder, name).unlink(missing_ok=True)
+    wrong = [row for row in rows if row["status"] != "ok"]
+    for row in wrong:
+        sys.stdout.write(f"{row['family']}, {row['dtype']}, {row['size']}, {row['what']}: {row['message']}\n")
+    sys.stdout.write(f"{len(rows) - len(wrong)} checks are right, {len(wrong)} wrong; {statuses}\n")
+    return 1 if wrong or set(statuses.values()) != {"ok"} else 0
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """Return the records of the whole lines of a file, which may be missing."""
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def tests(arguments: argparse.Namespace) -> int:
-    """Run the kernels' tests, in parallel because each compiles its kernel first; in a dry run a few of them."""
+    """Run the kernels' tests, each process with tests of one file alone, so that a fault stops no other file's."""
     where = ROOT / "tests" / "ops" / "triton"
-    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider"]
     # The project's options name plugins that may be missing here, and turn this machine's warnings into errors.
     command += ["-o", "addopts=", "-W", "default", "--confcutdir", str(where), "-m", "not slow"]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    names = _collected([*command, "--collect-only", str(where)], environment)
+    deadline, files = time.monotonic() + arguments.limit - LAST_SECONDS, _collected(command, where, environment)
     if arguments.dry_run:
-        names = _first_of_each_file(names)
-    shards = 1 if arguments.dry_run else max(1, min(SHARDS, (os.cpu_count() or 2) // 2))
-    reports = [arguments.folder / f"gpu_tests_{n}.xml" for n in range(shards)]
-    running = [
-        subprocess.Popen([*command, f"--junitxml={report}", *names[n::shards]], cwd=ROOT, env=environment)
-        for n, report in enumerate(reports)
-        if names[n::shards]
-    ]
-    statuses = _ended(running, arguments.limit - LAST_SECONDS)
-    origin = {"provenance": provenance(arguments.device)}
-    _write(arguments, "tests", {"collected": len(names), "exit_statuses": statuses, **_counts(reports), **origin})
-    for report in reports:
-        report.unlink(missing_ok=True)
-    return 0 if names and not any(statuses) else 1
+        files = {file: names[:2] for file, names in files.items()}
+    parts = 1 if arguments.dry_run else max(1, 3 * (os.cpu_count() or 2) // (4 * max(1, len(files))))
+    running: dict[Path, subprocess.Popen[bytes]] = {}
+    for file, names in files.items():
+        for n in range(min(parts, len(names))):
+            log = arguments.folder / f"gpu_tests_{Path(file).stem}_{n}.log"
+            with log.open("wb") as opened:
+                own = [*command, "-v", "--tb=short", *names[n::parts]]
+                running[log] = subprocess.Popen(own, cwd=ROOT, env=environment, stdout=opened, stderr=opened)
+    values: dict[str, Any] = {"provenance": provenance(arguments.device), "collected": sum(map(len, files.values()))}
+    alive = True
+    while alive:
+        time.sleep(0.5)
+        alive = any(process.poll() is None for process in running.values())
+        if time.monotonic() > deadline:
+            for process in running.values():
+                process.kill()
+        values["files"] = {log.stem: _outcomes(log, process.poll()) for log, process in running.items()}
+        _write(arguments, "tests", values)
+    for log in running:
+        log.unlink()
+    return 0 if running and not any(process.returncode for process in running.values()) else 1
 
 
-def _collected(command: list[str], environment: dict[str, str]) -> list[str]:
-    """Return the names of all tests; if collection fails, print its output and return none."""
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+def _collected(command: list[str], where: Path, environment: dict[str, str]) -> dict[str, list[str]]:
+    """Return the names of all tests by file; if collection fails, print its output and return none."""
+    collect = [*command, "-q", "--collect-only", str(where)]
+    done = subprocess.run(collect, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.stdout.write(done.stdout + done.stderr)
-        return []
-    return [line.strip() for line in done.stdout.splitlines() if "::" in line]
-
-
-def _first_of_each_file(names: list[str], each: int = 2) -> list[str]:
+        return {}
     found: dict[str, list[str]] = {}
-    for name in names:
+    for name in (line.strip() for line in done.stdout.splitlines() if "::" in line):
         found.setdefault(name.partition("::")[0], []).append(name)
-    return [name for of_file in found.values() for name in of_file[:each]]
+    return found
 
 
-def _ended(running: list[subprocess.Popen[bytes]], seconds: float) -> list[int]:
-    """Return the exit statuses; after `seconds`, interrupt the processes, which then write their reports."""
-    deadline = time.monotonic() + seconds
-    for process in running:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-    for process in running:
-        try:
-            process.wait(LAST_SECONDS / 2)
-        except subprocess.TimeoutExpired:
-            process.kill()
-    return [process.wait() for process in running]
+def _outcomes(log: Path, status: int | None) -> dict[str, Any]:
+    """Return what the output of `pytest -v` says so far: the number of tests by outcome and the names of failed ones.
+
+    `status` is the process's exit status, None while it runs.
+    """
+    text = log.read_text(encoding="utf-8", errors="replace")
+    found = [match.groups() for line in text.splitlines() if (match := OUTCOME.match(line))]
+    counts = {outcome: sum(one == outcome for _, one in found) for _, outcome in found}
+    failed = [name for name, outcome in found if outcome in ("FAILED", "ERROR")]
+    return {"exit_status": status, **counts, "failed": failed, "output": text[-TAIL:] if failed or status else ""}
 
 
-def _counts(reports: list[Path]) -> dict[str, Any]:
-    """Return the numbers of all and of skipped tests, and the names of failed ones."""
-    total, skipped, broken = 0, 0, list[str]()
-    for report in reports:
-        suite = ElementTree.parse(report).getroot().find("testsuite") if report.is_file() else None
-        if suite is None:
-            continue
-        total, skipped = total + int(suite.get("tests", 0)), skipped + int(suite.get("skipped", 0))
-        broken += [
-            f"{case.get('classname')}.{case.get('name')}"
-            for case in suite.iter("testcase")
-            if case.find("failure") is not None or case.find("error") is not None
-        ]
-    return {"tests": total, "skipped": skipped, "failed": broken}
-
-
-OPERATORS: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "heads": 16,
-    "channels": 128,
-    "mechanisms": ["latte", "llp", "linear", "elita"],
-    "batch_tokens": 32768,
-    "tokens": [2048, 16384],
-}
-DECODERS: dict[str, Any] = {"dtype": "bfloat16", "layers": 12, "dim": 768, "heads": 12, "vocab": 32768}
+OPERATORS: dict[str, Any] = {"dtype": "bfloat16", "heads": 16, "channels": 128, "batch_tokens": 32768}
+DECODERS: dict[str, Any] = {"layers": 12, "dim": 768, "heads": 12, "vocab": 32768}
 TINY_OPERATORS: dict[str, Any] = {"channels": 16, "latents": [8], "segment": [32], "peers": "none", "repeats": 1}
 TINY_DECODERS: dict[str, Any] = {"layers": 1, "dim": 32, "heads": 2, "vocab": 64}
+LENGTHS = (16384, 2048)
 
 
 def ops(arguments: argparse.Namespace) -> int:
-    """Time operators at the sizes of the aims, beside torch's own kernels."""
-    if arguments.dry_run:
-        backends = ["torch", "triton"] if has("triton") else ["torch"]
-        tiny = OpsConfig(tokens=[48, 96], heads=2, backends=backends, **TINY_OPERATORS)
-        return _measure(arguments, "ops", measure_ops, tiny)
-    sizes = {**OPERATORS, "device": arguments.device}
-    sizes["peers"] = ["sdpa-cudnn", "flex"] if arguments.device == "cuda" else "none"
-    aims = OpsConfig(seconds=5.0, segment=[256, 512], **sizes)
-    window = OpsConfig(seconds=2.0, **{**sizes, "mechanisms": ["window"]})
-    return _measure(arguments, "ops", measure_ops, aims, window)
+    """Time one operator after the other beside flash SDPA: at T = 16,384, then at 2,048."""
+    return _operators(arguments, "ops", ("llp", "latte", "linear", "elita", "window"), "none")
+
+
+def flex(arguments: argparse.Namespace) -> int:
+    """Time LLP and the window beside FlexAttention with their masks, which inductor compiles first."""
+    return _operators(arguments, "flex", ("llp", "window"), ["flex"])
 
 
 def fla(arguments: argparse.Namespace) -> int:
-    """Time the scans beside flash-linear-attention's, which autotune before they run."""
-    if arguments.dry_run or arguments.device == "cpu":
-        tiny = OpsConfig(tokens=[32], heads=1, mechanisms=["latte"], **TINY_OPERATORS)
-        return _measure(arguments, "fla", measure_ops, tiny)
-    sizes = {**OPERATORS, "device": arguments.device, "mechanisms": ["latte", "linear", "elita"]}
-    beside = OpsConfig(peers=["fla"] if has("fla") else "auto", seconds=4.0, **sizes)
-    return _measure(arguments, "fla", measure_ops, beside)
+    """Time the scans beside flash-linear-attention's, which try about 450 configurations before they run."""
+    return _operators(arguments, "fla", ("linear", "latte", "elita"), ["fla"] if has("fla") else "auto")
 
 
-def warm(arguments: argparse.Namespace) -> int:
-    """Compile flash-linear-attention's kernels into Triton's cache while the tests run; discard the times."""
-    sizes = {**OPERATORS, "device": arguments.device, "tokens": [2048], "batch_tokens": 4096}
-    measure_ops(OpsConfig(peers=["fla"], repeats=1, **sizes))
-    return 0
+def _operators(arguments: argparse.Namespace, step: str, names: tuple[str, ...], peers: str | list[str]) -> int:
+    if arguments.dry_run:
+        configs = [OpsConfig(mechanisms=[name], tokens=[64, 32], heads=1, **TINY_OPERATORS) for name in names]
+    else:
+        sizes = {**OPERATORS, "device": arguments.device, "seconds": 2.0, "peers": peers}
+        configs = [OpsConfig(mechanisms=[name], tokens=[tokens], **sizes) for tokens in LENGTHS for name in names]
+    return _measure(arguments, step, measure_ops, *configs)
 
 
 def model(arguments: argparse.Namespace) -> int:
-    """Time decoders of 12 layers, width 768, on 16 x 2,048 and 4 x 16,384 tokens."""
+    """Time decoders of 12 layers, width 768, one mechanism after the other: 4 x 16,384 tokens, then 16 x 2,048."""
     if arguments.dry_run:
-        tiny = ModelConfig(mechanisms=["llp", "latte"], tokens=[64], repeats=1, peers="none", **TINY_DECODERS)
+        tiny = ModelConfig(mechanisms=["llp", "latte"], tokens=[64], batch=1, repeats=1, peers="none", **TINY_DECODERS)
         return _measure(arguments, "model", measure_model, tiny)
-    sizes = {**DECODERS, "device": arguments.device, "mechanisms": ["llp", "latte", "linear", "elita"]}
-    sizes |= {"seconds": 6.0, "peers": "none"}
-    short, long = ModelConfig(tokens=[2048], batch=16, **sizes), ModelConfig(tokens=[16384], batch=4, **sizes)
-    return _measure(arguments, "model", measure_model, short, long)
+    sizes = {**DECODERS, "device": arguments.device, "seconds": 4.0, "peers": "none"}
+    turns = [(tokens, name) for tokens in LENGTHS for name in ("llp", "latte", "linear", "elita")]
+    configs = [ModelConfig(mechanisms=[n], tokens=[T], batch=65536 // T if T > 4096 else 16, **sizes) for T, n in turns]
+    return _measure(arguments, "model", measure_model, *configs)
 
 
 def decode(arguments: argparse.Namespace) -> int:
-    """Time one token after 1,000 and after 100,000."""
+    """Time one token after 1,000 and after 100,000, also replayed from a CUDA graph, one mechanism after the other."""
     if arguments.dry_run:
-        sizes = {**TINY_DECODERS, "mechanisms": ["llp", "latte", "elita"], "contexts": [40, 150]}
+        sizes = {**TINY_DECODERS, "mechanisms": ["llp", "latte", "elita"], "contexts": [40, 150], "peers": "none"}
         return _measure(arguments, "decode", measure_decode, DecodeConfig(repeats=2, piece=64, **sizes))
-    sizes = {**DECODERS, "device": arguments.device, "mechanisms": ["llp", "latte", "linear", "elita", "window"]}
-    config = DecodeConfig(contexts=[1000, 100000], seconds=8.0, piece=4096, **sizes)
-    return _measure(arguments, "decode", measure_decode, config)
+    sizes = {**DECODERS, "device": arguments.device, "dtype": "bfloat16", "seconds": 2.0, "piece": 4096, "graph": True}
+    sizes |= {"contexts": [1000, 100000], "peers": "auto" if has("transformers") else "none"}
+    configs = [DecodeConfig(mechanisms=[name], **sizes) for name in ("latte", "llp", "linear", "elita", "window")]
+    return _measure(arguments, "decode", measure_decode, *configs)
 
 
 RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
-    run.__name__: run for run in (tests, ops, model, decode, fla, warm)
+    run.__name__: run for run in (checks, ops, flex, tests, model, decode, fla)
 }
 
 
@@ -185,8 +200,8 @@ def _measure(arguments: argparse.Namespace, step: str, measure: Callable[..., Re
             lines.setdefault((row["label"], row["tokens"], row["pass"]), row)
         values["rows"] = list(lines.values())
         values["settings"] = dict(reports[0].settings)
-        for name in {"tokens", "contexts"} & set(values["settings"]):
-            values["settings"][name] = sorted({number for one in reports for number in one.settings[name]})
+        for name in {"mechanisms", "tokens", "contexts"} & set(values["settings"]):
+            values["settings"][name] = list(dict.fromkeys(item for one in reports for item in one.settings[name]))
         return values
 
     for config in configs:
@@ -200,10 +215,13 @@ def _measure(arguments: argparse.Namespace, step: str, measure: Callable[..., Re
 
 
 def _write(arguments: argparse.Namespace, step: str, values: dict[str, Any]) -> None:
-    file = arguments.folder / f"gpu_{step}.json"
-    aside = file.with_suffix(".json.tmp")  # the step may be killed while it writes
-    aside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    aside.replace(file)
+    """Write a step's results so far to its folder, and to $OUT if set, for a call that is cut before the step ends."""
+    for folder in dict.fromkeys([arguments.folder, Path(os.environ.get("OUT") or arguments.folder)]):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"gpu_{step}.json"
+        aside = file.with_suffix(".json.tmp")  # the step may be killed while it writes
+        aside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        aside.replace(file)
 
 
 def has(module: str) -> bool:

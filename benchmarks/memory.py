@@ -1,4 +1,4 @@
-"""Peak memory of a call, and a check that enough memory is free."""
+"""Peak memory of a call."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-
-from subquad.memory import free_bytes
 
 
 def peak_bytes(f: Callable[[], object], device: torch.device | str) -> int:
@@ -35,13 +33,3 @@ def peak_bytes(f: Callable[[], object], device: torch.device | str) -> int:
         held += nbytes
         peak = max(peak, held)
     return peak
-
-
-def check_room(needed: int, device: torch.device | str) -> None:
-    """Raise `torch.OutOfMemoryError` if `needed` bytes are unavailable.
-
-    A CPU's allocator grants more than is free, and the system kills the process when it uses the memory.
-    """
-    free = free_bytes(device)
-    if free is not None and needed > free:
-        raise torch.OutOfMemoryError(f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")

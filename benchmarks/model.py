@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks import peers as libraries
 from benchmarks.config import ModelConfig
-from benchmarks.measuring import OUT_OF_TIME, Tell, by_length, check_there, memory_of, statistics_of, status_of
-from benchmarks.models import BASE, LucidrainsPerceiverAR, build_decoder, check_models, label_of
+from benchmarks.measuring import OUT_OF_TIME, Running, by_length, check_there, memory_of, over, result_of
+from benchmarks.models import BASE, Llama, build_decoder, check_models, label_of, peer_model
 from benchmarks.report import Report, Row
 from benchmarks.timing import Failure, Run, Timing, attempt, clock_of, interleave
 from subquad.models import Decoder
@@ -38,33 +37,24 @@ def check_model(config: ModelConfig) -> None:
     """Raise `ValueError` or `TypeError` if this configuration can't be measured here."""
     check_there(config.device)
     check_models(config.mechanisms, config.options, stacks=True)
-    libraries.chosen(config.peers, config.device, model=True)
+    libraries.chosen(config.peers, config.device, "model")
     with torch.device("meta"):
         for name in config.mechanisms:
             _build(config, name, config.tokens[0])
 
 
-def measure_model(
-    config: ModelConfig | None = None,
-    /,
-    *,
-    shown: bool = False,
-    deadline: float | None = None,
-    found: Callable[[Report], None] | None = None,
-    command: str = "",
-) -> Report:
+def measure_model(config: ModelConfig | None = None, /, **running: Unpack[Running]) -> Report:
     """Measure time and peak memory of training steps (loss and gradients, no optimizer) and prefill of decoders.
 
-    Ratios are relative to the same decoder with causal `scaled_dot_product_attention`. In 16 bits, weights stay in
-    float32 under autocast. Prefill reads a whole sequence and returns the last token's logits and the state. Other
-    arguments, interleaving and the treatment of failures are as in `measure_ops`.
+    Ratios are relative to the same decoder with causal `scaled_dot_product_attention`, and to transformers' Llama. In
+    16 bits, weights stay in float32 under autocast. Prefill reads a whole sequence and returns the last token's logits
+    and the state. Other arguments, interleaving and the treatment of failures are as in `measure_ops`.
     """
     config = ModelConfig() if config is None else config
     check_model(config)
-    peers = libraries.chosen(config.peers, config.device, model=True)
+    peers = libraries.chosen(config.peers, config.device, "model")
     rows_of = partial(_length, config, [peer.name for peer in peers[0]])
-    given: Any = {"shown": shown, "deadline": deadline, "found": found, "command": command}
-    return by_length("model", config, peers, rows_of, **given)
+    return by_length("model", config, peers, rows_of, **running)
 
 
 def _build(config: ModelConfig, name: str, tokens: int) -> Decoder:
@@ -77,12 +67,12 @@ def _subjects(config: ModelConfig, tokens: int, peers: list[str]) -> list[Subjec
         made: nn.Module | Failure = attempt(_build, config, name, tokens)
         found.append(Subject(name, label_of(name, config.options), "base" if name == BASE else "ours", made))
     for name in peers:
-        made = attempt(LucidrainsPerceiverAR, longest=tokens, **config.sizes)
-        found.append(Subject(name, f"{name}, half latents", "peer", made))
+        made = attempt(peer_model, name, longest=tokens, **config.sizes)
+        found.append(Subject(name, label_of(name, config.options), "peer", made))
     return [s if isinstance(s.model, Failure) else s._replace(model=attempt(s.model.to, config.device)) for s in found]
 
 
-def _length(config: ModelConfig, peers: list[str], tokens: int, late: bool, tell: Tell) -> list[Row]:
+def _length(config: ModelConfig, peers: list[str], tokens: int, late: bool) -> list[Row]:
     """Return the rows of one length."""
     if late:
         subjects = [Subject(n, label_of(n, config.options), "ours", OUT_OF_TIME) for n in config.mechanisms]
@@ -95,14 +85,13 @@ def _length(config: ModelConfig, peers: list[str], tokens: int, late: bool, tell
     for subject in subjects:
         if not isinstance(subject.model, Failure):
             runs[Key(subject.name, "step")] = _step(config, subject.model, numbers_BT)
-        if isinstance(subject.model, Decoder):
+        if isinstance(subject.model, Decoder | Llama):
             runs[Key(subject.name, "prefill")] = _prefill(config, subject.model, numbers_BT[:, :-1])
     times = interleave(
         runs,
         clock=clock_of(config.device),
         repeats=config.repeats,
         seconds=config.seconds,
-        told=lambda key: tell(f"{tokens:,} tokens: {key.name}, {key.which}"),
     )
     rows = list[Row]()
     for subject in subjects:
@@ -110,7 +99,7 @@ def _length(config: ModelConfig, peers: list[str], tokens: int, late: bool, tell
             key = Key(subject.name, which)
             if key in runs or isinstance(subject.model, Failure):
                 result = subject.model if isinstance(subject.model, Failure) else times[key]
-                row = _row(config, subject, which, tokens, result, times.get(Key(BASE, which)))
+                row = _row(config, subject, which, tokens, result, times)
                 if row["status"] == "ok":
                     row["peak_bytes"] = memory_of(partial(runs[key].call, None), config.device)
                 rows.append(row)
@@ -118,7 +107,12 @@ def _length(config: ModelConfig, peers: list[str], tokens: int, late: bool, tell
 
 
 def _row(
-    config: ModelConfig, subject: Subject, which: str, tokens: int, result: object, base: Timing | Failure | None
+    config: ModelConfig,
+    subject: Subject,
+    which: str,
+    tokens: int,
+    result: object,
+    times: dict[Key, Timing | Failure],
 ) -> Row:
     parameters = None if isinstance(subject.model, Failure) else sum(p.numel() for p in subject.model.parameters())
     row: dict[str, Any] = {
@@ -129,15 +123,15 @@ def _row(
         "batch": config.batch_of(tokens),
         "pass": which,
         "parameters": parameters,
-        **status_of(result),
+        **result_of(result),
     }
     if not isinstance(result, Timing):
         return row
     return {
         **row,
-        **statistics_of(result),
         "tokens_per_s": config.batch_of(tokens) * tokens / result.median,
-        "times_faster": base.median / result.median if isinstance(base, Timing) else None,
+        "times_faster": over(times.get(Key(BASE, which)), result),
+        "over_transformers": over(times.get(Key("transformers", which)), result),
     }
 
 
@@ -155,12 +149,14 @@ def _step(config: ModelConfig, model: Any, numbers_BT: Tensor) -> Run:
     return Run(step)
 
 
-def _prefill(config: ModelConfig, model: Decoder, inputs_BT: Tensor) -> Run:
+def _prefill(config: ModelConfig, model: Decoder | Llama, inputs_BT: Tensor) -> Run:
     """Return the timed prefill: the last token's logits and the state."""
 
     def prefill(_: object) -> object:
         model.eval()
         with torch.no_grad(), autocast(config):
+            if isinstance(model, Llama):
+                return model.prefill(inputs_BT)
             h_BTD, state = model.hidden(inputs_BT)
             return model.logits(h_BTD[:, -1:]), state
 

@@ -16,6 +16,7 @@ from benchmarks.peers import load
 from subquad.attention import mechanism, names
 from subquad.attention.full import Full
 from subquad.config import suggest
+from subquad.layers.feedforward import SwiGLU
 from subquad.models import Decoder, DecoderConfig
 from subquad.models.build import build_model
 from subquad.ops.patterns import Pattern
@@ -54,8 +55,8 @@ def build_decoder(
 ) -> Decoder:
     """Build a decoder of one mechanism, of the stack perceiver_ar (half of `longest` are latents), or of SDPA.
 
-    Positions are rotary if the mechanism can rotate, else sinusoidal. Raises `ValueError` or `TypeError` for invalid
-    options.
+    Positions are rotary if the mechanism can rotate; else there are none, as its weights know the order. Raises
+    `ValueError` or `TypeError` for invalid options.
     """
     torch.manual_seed(0)
     attention = "full" if name == BASE else name
@@ -66,7 +67,7 @@ def build_decoder(
             num_layers=layers,
             num_heads=heads,
             attention=attention,
-            position="rope" if attention == STACK or mechanism(attention).rotates else "sinusoidal",
+            position="rope" if attention == STACK or mechanism(attention).rotates else "none",
             options={attention: {**_sized(attention, longest), **options.get(attention, {})}},
         )
     )
@@ -84,6 +85,52 @@ def _sized(name: str, longest: int) -> dict[str, int]:
         return {"latents": max(1, longest // 2)}
     known = {field.name for field in fields(mechanism(name).Config)}
     return {option: max(2, longest) for option in SIZED if option in known}
+
+
+class Llama(nn.Module):
+    """transformers' Llama of the same sizes, feed-forward width included; its attention is SDPA, or one of ours."""
+
+    def __init__(self, *, layers: int, dim: int, heads: int, vocab: int, longest: int, attention: str | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        transformers = load("transformers")
+        self.config = transformers.LlamaConfig(
+            vocab_size=vocab,
+            hidden_size=dim,
+            intermediate_size=SwiGLU(dim).up.out_features,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            max_position_embeddings=longest,
+            tie_word_embeddings=True,
+            attn_implementation="sdpa",
+        )
+        self.model: Any = transformers.LlamaForCausalLM(self.config)
+        if attention is not None:
+            from subquad import hf  # loads transformers
+
+            hf.set_attention(self.model, attention, **OF_LLAMA[attention])
+
+    def loss(self, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
+        """Return the cross-entropy of the labels; label t is the token to predict at t."""
+        out = self.model(tokens_BT, labels=labels_BT, shift_labels=labels_BT, use_cache=False)
+        loss: Tensor = out.loss
+        return loss
+
+    def prefill(self, tokens_BT: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """Return the last token's logits and the cache."""
+        out = self.model(tokens_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return out.logits, out.past_key_values
+
+
+OF_LLAMA: dict[str, dict[str, int]] = {"llp": {"segment": 256}, "shifted": {"group": 256}, "window": {"width": 256}}
+"""Mechanisms to put into transformers' Llama, with their options."""
+
+
+def peer_model(name: str, **sizes: int) -> nn.Module:
+    """Build a peer's model of the same width and depth."""
+    if name == "perceiver-ar-pytorch":
+        return LucidrainsPerceiverAR(**sizes)
+    return Llama(**sizes, attention=name.partition("-")[2] or None)
 
 
 class LucidrainsPerceiverAR(nn.Module):
@@ -111,9 +158,14 @@ class LucidrainsPerceiverAR(nn.Module):
 
 
 def label_of(name: str, options: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the mechanism's name with its given options."""
+    """Return the mechanism's name with its given options, or a peer's label."""
     if name == BASE:
         return "full, by sdpa"
+    if name == "perceiver-ar-pytorch":
+        return f"{name}, half latents"
+    if name.startswith("transformers"):
+        ours = name.partition("-")[2]
+        return "transformers' Llama" + (f", subquad_{ours}, {next(iter(OF_LLAMA[ours].values()))}" if ours else "")
     given = ", ".join(f"{key} {value}" for key, value in options.get(name, {}).items())
     latents = ", half latents" if name == STACK and "latents" not in options.get(name, {}) else ""
     return f"{name}{latents}" + (f", {given}" if given else "")

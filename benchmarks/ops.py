@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Unpack, cast
 
 import torch
 
 from benchmarks import peers as libraries
 from benchmarks.config import OpsConfig
-from benchmarks.measuring import OUT_OF_TIME, Tell, by_length, check_there, memory_of, statistics_of, status_of
+from benchmarks.measuring import OUT_OF_TIME, Running, by_length, check_there, kernels_of, memory_of, over, result_of
 from benchmarks.operators import PRODUCTS, Case, Operator, Pass, Shape, check_mechanisms, our_cases, sdpa
 from benchmarks.report import Report, Row
-from benchmarks.timing import Failure, Timing, attempt, clock_of, interleave
+from benchmarks.timing import Failure, Run, Timing, attempt, clock_of, interleave
 
 
 class Line(NamedTuple):
@@ -38,23 +37,12 @@ def check_ops(config: OpsConfig) -> None:
     libraries.chosen(config.peers, config.device)
 
 
-def measure_ops(
-    config: OpsConfig | None = None,
-    /,
-    *,
-    shown: bool = False,
-    deadline: float | None = None,
-    found: Callable[[Report], None] | None = None,
-    command: str = "",
-) -> Report:
+def measure_ops(config: OpsConfig | None = None, /, **running: Unpack[Running]) -> Report:
     """Measure time, peak memory, FLOP/s, bytes/s and speed relative to causal SDPA of operators at each length.
 
     Args:
         config: what to measure; `OpsConfig()` is the documentation's table.
-        shown: whether to show progress on standard error.
-        deadline: a time of `time.monotonic()`; lengths that would start later are marked `skipped`.
-        found: called with the report after each length, so that an interrupted run keeps its results.
-        command: the command to record in the report.
+        running: whether to show progress, and more (`Running`).
 
     Each time is the median of interleaved repeats: every case runs once, then all again. On a GPU it is the GPU's own
     time. A case that fails or runs out of memory becomes a row with that status. Raises `ValueError` for a missing
@@ -65,39 +53,52 @@ def measure_ops(
     there, records = libraries.chosen(config.peers, config.device)
     cases = [sdpa(), *our_cases(config.mechanisms, config.backends or [None])]
     cases += libraries.cases_beside(there, records, config.mechanisms, config.device)
-    rows_of = partial(_length, config, cases)
-    given: Any = {"shown": shown, "deadline": deadline, "found": found, "command": command}
-    return by_length("ops", config, (there, records), rows_of, **given)
+    rows_of = partial(rows_of_length, config, cases, [])
+    return by_length("ops", config, (there, records), rows_of, **running)
 
 
-def _length(config: OpsConfig, cases: list[Case], tokens: int, late: bool, tell: Tell) -> list[Row]:
-    """Return the rows of one length."""
+def rows_of_length(config: OpsConfig, cases: list[Case], earlier: list[Row], tokens: int, late: bool) -> list[Row]:
+    """Return the rows of one length, with the first case as their base, and add them to those of earlier lengths.
+
+    A pass that would take longer than `config.limit`, by its time at an earlier length, is skipped.
+    """
     torch.compiler.reset()  # FlexAttention compiles for each length and would fill the compiler's cache
     lines = list[Line]()
     for case in cases:
         for shape in _shapes(config, case, tokens):
             lines.append(Line(case, shape, OUT_OF_TIME if late else attempt(case.make, shape)))
     passes = [cast(Pass, which) for which in config.passes]
-    runs = {
-        Key(n, which): line.operator.run(which)
-        for n, line in enumerate(lines)
-        if isinstance(line.operator, Operator)
-        for which in passes
-        if which in line.case.passes
-    }
-    times = interleave(
+    runs: dict[Key, Run] = {}
+    skipped: dict[Key, Timing | Failure] = {}
+    for n, line in enumerate(lines):
+        for which in passes:
+            if which in line.case.passes and isinstance(line.operator, Operator):
+                expected = _expected(earlier, line, which)
+                if expected <= config.limit:
+                    runs[Key(n, which)] = line.operator.run(which)
+                else:
+                    skipped[Key(n, which)] = Failure("skipped", f"it could take {expected:,.0f} s a pass")
+    times = skipped | interleave(
         runs,
         clock=clock_of(config.device),
         repeats=config.repeats,
         seconds=config.seconds,
-        told=lambda key: tell(f"{tokens:,} tokens: {lines[key.line].case.name}, {key.which.replace('_', ' + ')}"),
     )
     rows = list[Row]()
     for n, line in enumerate(lines):
         for which in passes:
             if which in line.case.passes:
                 rows.append(_row(line, which, times.get(Key(n, which)), times.get(Key(0, which))))
+    earlier += rows
     return rows
+
+
+def _expected(earlier: list[Row], line: Line, which: Pass) -> float:
+    """Return the seconds that a pass may take: those at the longest earlier length, times the square of the ratio."""
+    label, tokens = line.case.label(line.shape), line.shape.tokens
+    known = [row for row in earlier if (row["label"], row["pass"], row["status"]) == (label, which, "ok")]
+    longest = max(known, key=lambda row: row["tokens"], default=None)
+    return 0.0 if longest is None else longest["median_s"] * (tokens / longest["tokens"]) ** 2
 
 
 def _shapes(config: OpsConfig, case: Case, tokens: int) -> list[Shape]:
@@ -125,15 +126,17 @@ def _row(line: Line, which: Pass, timing: Timing | Failure | None, base: Timing 
         "latents": shape.latents if case.by_latents else None,
         "segment": shape.segment if case.by_segment else None,
         "pass": which,
-        **status_of(operator if isinstance(operator, Failure) else timing),
+        **result_of(operator if isinstance(operator, Failure) else timing),
     }
     if not isinstance(operator, Operator) or not isinstance(timing, Timing):
         return row
     flops = None if case.flops is None else round(PRODUCTS[which] * case.flops(shape))
+    if shape.device.startswith("cuda"):
+        found = attempt(kernels_of, lambda: operator.run(which).call(None))
+        row["kernels"] = found.message if isinstance(found, Failure) else found
     return {
         **row,
-        **statistics_of(timing),
-        "times_faster": base.median / timing.median if isinstance(base, Timing) else None,
+        "times_faster": over(base, timing),
         "peak_bytes": None if which == "backward" else memory_of(lambda: operator.run(which).call(None), shape.device),
         "io_bytes": operator.io_bytes(which),
         "flops": flops,

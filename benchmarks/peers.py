@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.memory import check_room
 from benchmarks.operators import (
     PASSES,
     Case,
@@ -47,8 +46,10 @@ class Peer:
     cases: Callable[[str], list[Case]] = lambda _: []
     """Returns the cases on a device type."""
     distribution: str = "torch"
-    model: bool = False
-    """Whether it is a whole model, for `measure_model`."""
+    measures: tuple[str, ...] = ("ops",)
+    """Benchmarks that time it. Whole models are made by `benchmarks.models.peer_model`."""
+    by_name: bool = False
+    """Whether `auto` leaves it out."""
 
     @property
     def install(self) -> str:
@@ -69,15 +70,15 @@ def load(module: str) -> Any:
 
 
 def chosen(
-    asked: str | Sequence[str], device: torch.device | str, *, model: bool = False
+    asked: str | Sequence[str], device: torch.device | str, what: str = "ops"
 ) -> tuple[list[Peer], list[dict[str, str]]]:
-    """Return the peers to time on a device, and a record of each: its version, or the command that installs it.
+    """Return the peers of a benchmark on a device, and a record of each: its version, or the command that installs it.
 
     `asked` is `auto` (all that are installed), `none`, or names. Raises `ValueError` for a name that is unknown, has
     nothing to time on this device, or isn't installed.
     """
     kind = torch.device(device).type
-    known = {peer.name: peer for peer in PEERS if peer.model == model and kind in peer.devices}
+    known = {peer.name: peer for peer in PEERS if what in peer.measures and kind in peer.devices}
     if asked == "none":
         return [], []
     if asked != "auto":
@@ -88,6 +89,8 @@ def chosen(
             if not known[name].is_installed:
                 raise ValueError(f"peer {name!r} is not installed; {known[name].install}")
         known = {name: known[name] for name in wanted}
+    else:
+        known = {name: peer for name, peer in known.items() if not peer.by_name}
     there = [peer for peer in known.values() if peer.is_installed]
     return there, [_record(peer) for peer in known.values()]
 
@@ -183,19 +186,6 @@ def _linear_attention_transformer(_: str) -> list[Case]:
     return [_case("linear-attention-transformer", label, make, flops=scan_flops, beside="linear")]
 
 
-def _performer(_: str) -> list[Case]:
-    def make(shape: Shape) -> Operator:
-        # Autograd keeps several K x V states per token; if that memory is missing, the system kills the process.
-        state = 4 * shape.batch * shape.heads * shape.tokens * shape.channels**2
-        check_room(5 * state, shape.device)
-        with contextlib.redirect_stdout(io.StringIO()):
-            module = load("performer_pytorch.performer_pytorch")
-            layer = module.FastAttention(shape.channels, nb_features=shape.channels, causal=True)
-        return Operator(shape.qkv(), layer.to(shape.device, shape.dtype))
-
-    return [_case("performer-pytorch", "performer-pytorch, as many features as channels", make, beside="linear")]
-
-
 # --- flash-linear-attention
 
 
@@ -245,13 +235,22 @@ def _library(name: str, cases: Callable[[str], list[Case]]) -> Peer:
     return Peer(name, name.replace("-", "_"), ("cpu",), cases, name)
 
 
+def _model(name: str, module: str, measures: tuple[str, ...], *, by_name: bool = False) -> Peer:
+    """Return a library whose whole model is timed."""
+    distribution = module.replace("_", "-")
+    return Peer(name, module, ("cpu", "cuda"), distribution=distribution, measures=measures, by_name=by_name)
+
+
 PEERS = (
     Peer("sdpa-cudnn", "torch", ("cuda",), _cudnn),
     Peer("flex", "torch", ("cpu", "cuda"), _flex),
     _library("local-attention", _local_attention),
     _library("linear-attention-transformer", _linear_attention_transformer),
-    _library("performer-pytorch", _performer),
     Peer("fla", "fla", ("cuda",), _fla, "flash-linear-attention"),
-    Peer("perceiver-ar-pytorch", "perceiver_ar_pytorch", ("cpu", "cuda"), lambda _: [], "perceiver-ar-pytorch", True),
+    _model("perceiver-ar-pytorch", "perceiver_ar_pytorch", ("model",)),  # it has no operator to time alone
+    _model("transformers", "transformers", ("model", "decode")),
+    *(
+        _model(f"transformers-{name}", "transformers", ("model",), by_name=True)
+        for name in ("llp", "shifted", "window")
+    ),
 )
-"""Perceiver AR saves time in the stack and has no operator to time alone, so it is compared as a whole model."""

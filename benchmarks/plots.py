@@ -22,8 +22,9 @@ PASSES = {
     "forward_backward": "Forward and backward pass",
     "step": "Training step",
     "prefill": "Prefill",
+    "token": "Decoding",
 }
-TIME, MEMORY = ("time", "time (ms)"), ("peak memory", "peak memory (MiB)")
+TIME, MEMORY, STATE = ("time", "time (ms)"), ("peak memory", "peak memory (MiB)"), ("state", "state (MiB)")
 """What a picture shows: its name in the title, and the label of the vertical axis."""
 LENGTH, LATENTS = ("length", "sequence length (tokens)"), ("number of latents", "latents per head")
 """What it is shown against: its name in the title, and the label of the horizontal axis."""
@@ -32,7 +33,7 @@ MIB = 2**20
 
 def draw(report: Report) -> dict[str, Figure]:
     """Return the figures of a report by name, without those that have no rows."""
-    figures = {"ops": _ops, "model": _model, "decode": _decode}[report.what](report)
+    figures = {"ops": _ops, "layers": _layers, "model": _model, "decode": _decode}[report.what](report)
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 
@@ -71,34 +72,22 @@ def _source(row: Row) -> str:
     return f"{row['name']} [{row['backend']}]" if row.get("backend") else str(row["name"])
 
 
-def _model(report: Report) -> dict[str, Figure | None]:
-    passes = ["step", "prefill"]
+def _layers(report: Report, passes: Sequence[str] = ("forward", "forward_backward")) -> dict[str, Figure | None]:
     return {
         "time": _panels(report, report.rows, passes, _milliseconds, TIME),
         "memory": _panels(report, report.rows, passes, _peak, MEMORY),
     }
 
 
+def _model(report: Report) -> dict[str, Figure | None]:
+    return _layers(report, ("step", "prefill"))
+
+
 def _decode(report: Report) -> dict[str, Figure | None]:
-    rows = [row for row in report.rows if row["status"] == "ok"]
-    if not rows:
-        return {"time": None}
-    figure = drawing.new_figure(8.2, 7.6)
-    figure.supxlabel(setting(report), fontsize=8)
-    above, below = figure.subplots(2, 1, sharex=True)
-    labels = _labels(rows)
-    _lines(above, rows, labels, lambda row: row["tokens"], _milliseconds, legend=True)
-    _lines(below, rows, labels, lambda row: row["tokens"], lambda row: row["state_bytes"] / MIB, legend=False)
-    above.set_title("Decoding: time per token against context length", fontsize=11)
-    above.set_ylabel("time per token (ms)", fontsize=9)
-    above.set_ylim(bottom=0)
-    below.set_title("Decoding: size of the state against context length", fontsize=11)
-    below.set_ylabel("state (MiB)", fontsize=9)
-    _logarithmic(below)
-    below.set_xlabel("context length (tokens)", fontsize=9)
-    for axis in (above, below):
-        _lengths(axis, sorted({row["tokens"] for row in rows}), base=10)
-    return {"time": figure}
+    return {
+        "time": _panels(report, report.rows, ["token"], _milliseconds, TIME),
+        "state": _panels(report, report.rows, ["token"], lambda row: row["state_bytes"] / MIB, STATE),
+    }
 
 
 def _panels(
@@ -126,7 +115,7 @@ def _panels(
         _logarithmic(axis)
         axis.set_title(f"{PASSES[which]}: {shows[0]} against {against[0]}", fontsize=11)
         axis.set_ylabel(shows[1], fontsize=9)
-        _lengths(axis, sorted({row[over] for row in rows}), base=2)
+        _lengths(axis, sorted({row[over] for row in rows}))
     panels[-1].set_xlabel(against[1], fontsize=9)
     return figure
 
@@ -156,8 +145,8 @@ def _lines(
         axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=8, handlelength=4)
 
 
-def _lengths(axis: Axes, lengths: Sequence[int], *, base: int) -> None:
-    axis.set_xscale("log", base=base)
+def _lengths(axis: Axes, lengths: Sequence[int]) -> None:
+    axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axis.minorticks_off()
     axis.tick_params(labelsize=9)

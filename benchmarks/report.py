@@ -1,8 +1,7 @@
-"""Reports of benchmarks: rows with settings, machine and versions, as text tables, CSV and JSON."""
+"""Reports of benchmarks: rows with settings, machine and versions, as text tables and JSON."""
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from subquad.parsing import check_keys, read_json
 
-What = Literal["ops", "model", "decode"]
+What = Literal["ops", "layers", "model", "decode"]
 Row = dict[str, Any]
 
 
@@ -36,7 +35,7 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """Result of one run of `measure_ops`, `measure_model` or `measure_decode`."""
+    """Result of one run of `measure_ops`, `measure_layers`, `measure_model` or `measure_decode`."""
 
     what: What
     settings: dict[str, Any]
@@ -83,32 +82,20 @@ class Report:
 
     def grids(self) -> list[Grid]:
         """Return the tables."""
-        return {"ops": _ops, "model": _model, "decode": _decode}[self.what](self)
+        return {"ops": _ops, "layers": _ops, "model": _model, "decode": _decode}[self.what](self)
 
     def table(self) -> str:
         """Return the tables and notes in Markdown."""
         return "\n\n".join([*(grid.markdown() for grid in self.grids()), *notes(self)])
 
-    def save(self, folder: str | Path) -> list[Path]:
-        """Write JSON and CSV into a folder, which is created if missing, and return the files."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        files = [folder / f"{self.stem}.json", folder / f"{self.stem}.csv"]
+    def save(self, folder: str | Path) -> Path:
+        """Write JSON into a folder, which is created if missing, and return the file."""
+        file = Path(folder) / f"{self.stem}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
         # Written aside and renamed, so that an interrupted run leaves the previous file intact.
-        aside = files[0].with_suffix(".json.tmp")
+        aside = file.with_suffix(".json.tmp")
         aside.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-        aside.replace(files[0])
-        _write_csv(files[1], self.rows)
-        return files
-
-
-def _write_csv(file: Path, rows: Sequence[Row]) -> None:
-    """Write one line per row with the keys of all rows as columns; missing values are empty."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    with file.open("w", encoding="utf-8", newline="") as opened:
-        writer = csv.DictWriter(opened, fieldnames=keys)
-        writer.writeheader()
-        writer.writerows(rows)
+        return aside.replace(file)
 
 
 def notes(report: Report) -> list[str]:
@@ -133,6 +120,8 @@ def setting(report: Report) -> str:
     sizes = f"batch {s['batch']}" if s.get("batch_tokens") is None else f"{s['batch_tokens']:,} tokens a batch"
     if report.what == "ops":
         sizes += f", {s['heads']} heads of {s['channels']} channels"
+    elif report.what == "layers":
+        sizes += f", layers of width {s['dim']}, {s['heads']} heads"
     else:
         sizes += f", {s['layers']} layers, width {s['dim']}, {s['heads']} heads"
     return f"{sizes}, {s['dtype']}, {described(machine)}"
@@ -148,10 +137,14 @@ def times(row: Row) -> tuple[str, str, str]:
     return _ms(row["median_s"]), _ms(row["p20_s"]), _ms(row["p80_s"])
 
 
-def ratio(row: Row) -> str:
-    """Return the speed relative to the base."""
-    faster = row.get("times_faster")
-    return "-" if faster is None else f"{faster:.2f}"
+def ratio(row: Row, key: str = "times_faster") -> str:
+    """Return a ratio, by default the speed relative to the base."""
+    value = row.get(key)
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _tokens_per_s(row: Row) -> str:
+    return "-" if row.get("tokens_per_s") is None else f"{row['tokens_per_s']:,.0f}"
 
 
 def size(nbytes: float | None) -> str:
@@ -177,7 +170,7 @@ def _rate(row: Row, key: str) -> str:
 def _ops(report: Report) -> list[Grid]:
     headers = ("", "tokens", *TIMES, "times faster", "peak memory", "/ in + out", "GFLOP/s", "GB/s")
     tables = []
-    for which in report.settings["passes"]:
+    for which in dict.fromkeys(row["pass"] for row in report.rows):
         lines = []
         for row, first in _grouped([row for row in report.rows if row["pass"] == which]):
             peak, io = row.get("peak_bytes"), row.get("io_bytes")
@@ -199,7 +192,8 @@ def _ops(report: Report) -> list[Grid]:
 
 
 def _model(report: Report) -> list[Grid]:
-    headers = ("", "tokens", "batch", *TIMES, "tokens/s", "times faster", "peak memory", "prefill ms")
+    headers = ("", "tokens", "batch", *TIMES, "tokens/s", "times sdpa", "times Llama", "peak memory")
+    more = ("prefill tokens/s", "times Llama")
     prefill = {(row["name"], row["tokens"]): row for row in report.rows if row["pass"] == "prefill"}
     lines = []
     for row, first in _grouped([row for row in report.rows if row["pass"] == "step"]):
@@ -210,17 +204,18 @@ def _model(report: Report) -> list[Grid]:
                 f"{row['tokens']:,}",
                 f"{row['batch']}",
                 *times(row),
-                "-" if row.get("tokens_per_s") is None else f"{row['tokens_per_s']:,.0f}",
+                _tokens_per_s(row),
                 ratio(row),
+                ratio(row, "over_transformers"),
                 size(row.get("peak_bytes")),
-                "-" if read is None else times(read)[0],
+                *(("-", "-") if read is None else (_tokens_per_s(read), ratio(read, "over_transformers"))),
             )
         )
-    return [Grid(f"A training step and prefill: {setting(report)}", headers, lines)]
+    return [Grid(f"A training step and prefill: {setting(report)}", headers + more, lines)]
 
 
 def _decode(report: Report) -> list[Grid]:
-    headers = ("", "context", *TIMES, "/ shortest", "state", "prefill tokens/s")
+    headers = ("", "context", *TIMES, "tokens/s", "times Llama", "/ shortest", "events", "state", "prefill tokens/s")
     lines = []
     for row, first in _grouped(report.rows):
         speed = row.get("prefill_tokens_per_s")
@@ -229,7 +224,10 @@ def _decode(report: Report) -> list[Grid]:
                 row["label"] if first else "",
                 f"{row['tokens']:,}",
                 *times(row),
-                "-" if row.get("of_shortest") is None else f"{row['of_shortest']:.2f}",
+                _tokens_per_s(row),
+                ratio(row, "over_transformers"),
+                ratio(row, "of_shortest"),
+                f"{row['events']:,}" if row.get("events") else "-",
                 size(row.get("state_bytes")),
                 "-" if speed is None else f"{speed:,.0f}",
             )

@@ -125,13 +125,11 @@ def interleave(
     repeats: int | None = None,
     seconds: float = 20.0,
     most: int = MOST,
-    told: Callable[[Key], None] = lambda _: None,
 ) -> dict[Key, Timing | Failure]:
     """Time each run `repeats` times in turns, after one uncounted call of each.
 
     If `repeats` is None, as many rounds run as fit into `seconds`: at least 5, or 3 if a call takes more than 2 s, and
-    at most `most`. A run that fails isn't called again. `told` is called before each call. The process keeps freed
-    memory.
+    at most `most`. A run that fails isn't called again. The process keeps freed memory.
     """
     keep_freed_memory()
     taken: dict[Key, list[float]] = {key: [] for key in runs}
@@ -141,7 +139,6 @@ def interleave(
         for key, run in runs.items():
             if key in failed:
                 continue
-            told(key)
             result = attempt(clock, run)
             if isinstance(result, Failure):
                 failed[key] = result

@@ -1,7 +1,7 @@
 """Write the tables and pictures of docs/performance.md from benchmarks/results/*.json.
 
     python docs/make_performance.py
-    python docs/make_performance.py --runs first.json second.json third.json    # repeats of `python -m benchmarks ops`
+    python docs/make_performance.py --runs first.json second.json third.json    # repeats of one command, on one machine
 
 `python -m benchmarks ... --out benchmarks/results`, `python benchmarks/compare_stdlib.py` and `make gpu` measure the
 numbers. A block without results says so.
@@ -20,25 +20,19 @@ from typing import Any, NamedTuple
 import pages
 
 from benchmarks.plots import save
-from benchmarks.report import Report
+from benchmarks.report import Report, described, size
 
 Found = float | None
-MET = 0.9
-"""Fraction of a CPU aim that counts as met. GPU aims have no such margin."""
 COMMANDS = {
     "cpu_ops": "python -m benchmarks ops --latents 64,16,32,128,256 --out benchmarks/results",
+    "cpu_layers": "python -m benchmarks layers --out benchmarks/results",
     "cpu_model": "python -m benchmarks model --out benchmarks/results",
-    "cpu_decode": "python -m benchmarks decode --out benchmarks/results",
+    "cpu_decode": "OMP_NUM_THREADS=1 python -m benchmarks decode --compile --out benchmarks/results",
 }
-CPU_AIMS: dict[str, dict[int, tuple[float, float]]] = {
-    "llp": {1024: (2, 2.5), 4096: (6, 6), 16384: (18, 22)},
-    "linear": {1024: (2.5, 3), 4096: (8, 9), 16384: (25, 28)},
-    "latte": {1024: (2, 2), 4096: (7, 7), 16384: (22, 22)},
-    "elita": {1024: (5, 5), 4096: (20, 20), 16384: (60, 50)},
-}
-"""Speed over causal SDPA, forward and forward + backward: B 1, H 8, 64 channels, float32, two cores."""
 TITLES = {
     "ops": "operators",
+    "layers": "layers",
+    "flex": "FlexAttention",
     "fla": "flash-linear-attention",
     "model": "training steps and prefill",
     "decode": "decoding",
@@ -49,25 +43,57 @@ PICTURES = {
     ("cpu_ops", "latents"): "Time of Latte against the number of latents",
     ("cpu_model", "time"): "Time of a training step and of prefill against the number of tokens",
     ("cpu_model", "memory"): "Peak memory of a training step against the number of tokens",
-    ("cpu_decode", "time"): "Time of one token and size of the state against the context",
+    ("cpu_decode", "time"): "Time of one token against the context",
+    ("cpu_decode", "state"): "Size of the state against the context",
 }
 """Descriptions of the pictures for readers who cannot see them."""
-RUNS = "cpu_ops_runs.json"
-"""Speed over causal SDPA in several runs of the same command."""
-GPU_TOKENS = (2048, 16384)
-"""Lengths measured on a GPU; an aim that names no length holds at each of them."""
+PASSES = {"forward": "forward", "forward_backward": "forward + backward", "step": "training", "prefill": "prefill"}
+OPERATORS: dict[str, dict[int, tuple[float, float]]] = {
+    "llp": {1024: (2, 2.5), 4096: (7, 7.5), 16384: (24, 26)},
+    "linear": {1024: (2.8, 3.6), 4096: (10, 11), 16384: (32, 34)},
+    "latte": {1024: (2.4, 3), 4096: (8, 9), 16384: (28, 32)},
+    "elita": {1024: (9, 15), 4096: (28, 40), 16384: (100, 140)},
+}
+"""Speed over causal SDPA, forward and forward + backward: B 1, H 8, 64 channels, float32, two cores."""
+SIZES = {"llp": {"segment": 256}, "window": {"segment": 256}, "latte": {"latents": 64}}
+LEAN = 1 / 1.1
+"""Bytes of inputs and outputs with their gradients, over the peak memory of forward + backward."""
+MODELS = {2048: 2.0, 8192: 5.0}
+"""Tokens per second over those of transformers' Llama, in training and in prefill, by length."""
+STEPS = {"linear": 1.8, "latte": 1.8, "elita": 1.8, "window": 1.5, "llp": 1.5}
+"""Decoded tokens per second over those of transformers' Llama at a context of 64."""
+COMPILED, BY_HAND, FLAT = 2.5, 1 / 1.25, 1 / 1.1
+"""The same of compiled steps; speed over the step written by hand; speed after 32,768 tokens over that after 64."""
 REASONS: dict[tuple[str, str], str] = {}
 """Reasons for missed GPU aims, by the first two columns of their rows."""
+
+
+class Cell(NamedTuple):
+    """A value of a run, in a row and a column of the table of runs, and the least that meets its aim, if it has one."""
+
+    row: str
+    column: str
+    found: Callable[[Report], Found]
+    least: float | None = None
+    shown: Callable[[float], str] = "{:.3g}".format
+
+    @property
+    def key(self) -> str:
+        """Return its name in the file of the runs."""
+        return f"{self.row} | {self.column}"
 
 
 def main() -> None:
     """Write the page and draw its pictures."""
     parser = argparse.ArgumentParser(description="Write the tables of docs/performance.md.")
     parser.add_argument("--runs", nargs="*", type=Path, default=[], help="result files of repeats of the same command")
-    if runs := parser.parse_args().runs:
-        pages.keep(pages.RESULTS / RUNS, [ratios(run) for run in runs])
+    if files := parser.parse_args().runs:
+        reports = [Report.load(file) for file in files]
+        if len({report.stem for report in reports}) > 1:
+            parser.error(f"--runs are repeats of one command, got {', '.join(report.stem for report in reports)}")
+        pages.keep(pages.RESULTS / f"{reports[0].stem}_runs.json", [kept(report) for report in reports])
     pages.rewrite("performance.md", BLOCKS)
-    for stem in ("cpu_ops", "cpu_model", "cpu_decode", "gpu_ops", "gpu_model", "gpu_decode"):
+    for stem in dict.fromkeys(stem for stem, _ in PICTURES):
         report = loaded(stem)
         if report is not None:
             sys.stdout.write("".join(f"{file}\n" for file in save(report, pages.IMAGES)))
@@ -85,62 +111,82 @@ def loaded(stem: str) -> Report | None:
     return Report.from_dict(values) if values.get("rows") else None
 
 
-def cpu_aims() -> str:
-    """Return the table of measured speeds beside their aims: forward / forward + backward."""
-    report = loaded("cpu_ops")
-    if report is None:
-        return _waiting("cpu_ops")
-    table = _by_length(lambda name, tokens: _beside_aims(report, name, tokens))
-    return "\n".join(
-        [
-            "Times faster than causal `scaled_dot_product_attention`, forward / forward + backward. A number more than",
-            "ten percent below its aim is **bold**.",
-            "",
-            table,
-        ]
-    )
+def cells(what: str) -> Iterator[Cell]:
+    """Yield the values of a benchmark's table of runs."""
+    if what == "ops":
+        for name, aims in OPERATORS.items():
+            sizes = SIZES.get(name, {})
+            for place, which in enumerate(("forward", "forward_backward")):
+                for tokens, least in aims.items():
+                    found = partial(_value, name, tokens, which, "times_faster", **sizes)
+                    yield Cell(f"{name}, {PASSES[which]}", f"T = {tokens:,}", found, least[place])
+        for tokens in (4096, 16384):
+            found = partial(_over, "linear", "linear-attention-transformer", tokens, "forward_backward")
+            yield Cell("linear, forward + backward, / linear-attention-transformer", f"T = {tokens:,}", found, 1)
+        for name in (*OPERATORS, "window"):
+            for tokens in OPERATORS["llp"]:
+                yield Cell(f"{name}, in + out / peak memory", f"T = {tokens:,}", partial(_lean, name, tokens), LEAN)
+    elif what == "layers":
+        from benchmarks.config import LayersConfig
+
+        for name in LayersConfig().mechanisms:
+            for which in ("forward", "forward_backward"):
+                for tokens in (1024, 4096, 16384):
+                    found, least = partial(_value, name, tokens, which, "times_faster"), 1.0 if tokens == 4096 else None
+                    yield Cell(f"{name}, {PASSES[which]}", f"T = {tokens:,}", found, least)
+        for name in ("full", *LayersConfig().mechanisms):
+            for tokens in (1024, 4096, 16384):
+                found = partial(_value, name, tokens, "forward_backward", "peak_bytes")
+                yield Cell(f"{name}, peak memory", f"T = {tokens:,}", found, shown=size)
+    elif what == "model":
+        for name in ("full", "llp", "window", "linear", "latte", "elita"):
+            for which in ("step", "prefill"):
+                for tokens, least in MODELS.items():
+                    found = partial(_value, name, tokens, which, "over_transformers")
+                    yield Cell(f"{name}, {PASSES[which]}", f"T = {tokens:,}", found, None if name == "full" else least)
+    else:
+        for name, least in STEPS.items():
+            for tokens in (64, 4096, 32768):
+                found = partial(_value, name, tokens, "token", "over_transformers", form="call")
+                yield Cell(name, f"after {tokens:,}", found, least if tokens == 64 else None)
+            found = partial(_value, name, 64, "token", "over_transformers", form="compiled")
+            yield Cell(name, "compiled, after 64", found, COMPILED)
+            yield Cell(name, "after 32,768 / after 64", partial(_flat, name), FLAT)
+            yield Cell(name, "/ by hand, after 64", partial(_by_hand, name), BY_HAND)
 
 
-def _beside_aims(report: Report, name: str, tokens: int) -> str:
-    aims = CPU_AIMS[name][tokens]
-    parts = [_judged(found, aim) for found, aim in zip(_pair(report, name, tokens), aims, strict=True)]
-    return f"{' / '.join(parts)} (aim {aims[0]:g} / {aims[1]:g})"
+def kept(report: Report) -> dict[str, Any]:
+    """Return what a table of runs keeps of one: date, commit, machine, command and the values by `Cell.key`."""
+    made = {name: report.provenance[name] for name in ("date", "commit")}
+    found = {cell.key: cell.found(report) for cell in cells(report.what)}
+    return {**made, "machine": described(report.provenance["machine"]), "command": report.command, "found": found}
 
 
-def _by_length(cell: Callable[[str, int], str]) -> str:
-    """Return a table with a row for each mechanism with aims and a column for each length."""
-    lengths = sorted({tokens for aims in CPU_AIMS.values() for tokens in aims})
-    lines = ["| | " + " | ".join(f"T = {tokens:,}" for tokens in lengths) + " |", "|---|" + "---|" * len(lengths)]
-    lines += [f"| {name} | {' | '.join(cell(name, tokens) for tokens in lengths)} |" for name in CPU_AIMS]
-    return "\n".join(lines)
-
-
-def ratios(file: Path) -> dict[str, Any]:
-    """Return a run's speeds, forward and forward + backward, for each mechanism and length with an aim."""
-    report = Report.from_dict(pages.read(file))
-    found = {name: {tokens: _pair(report, name, tokens) for tokens in aims} for name, aims in CPU_AIMS.items()}
-    return {"date": report.provenance["date"], "commit": report.provenance["commit"], "faster": found}
-
-
-def cpu_runs() -> str:
-    """Return the speeds of several runs; bold if their median misses the aim."""
-    runs = pages.read(pages.RESULTS / RUNS)
-
-    def cell(name: str, tokens: int) -> str:
-        parts = []
-        for place, aim in enumerate(CPU_AIMS[name][tokens]):
-            values = [run["faster"][name][str(tokens)][place] for run in runs]
-            shown = ", ".join(f"{value:.1f}" for value in values)
-            parts.append(shown if median(values) >= MET * aim else f"**{shown}**")
-        return " / ".join(parts)
-
-    made = ", ".join(dict.fromkeys(f"{run['date']}, commit {run['commit']}" for run in runs))
-    return f"{_by_length(cell)}\n\n{len(runs)} runs, {made}."
+def runs(what: str) -> str:
+    """Return the values of several runs, each aim met or missed by their median, and what the runs were."""
+    file = pages.RESULTS / f"cpu_{what}_runs.json"
+    if not file.is_file():
+        return _waiting(f"cpu_{what}")
+    made, judged = pages.read(file), list[bool]()
+    grid: dict[str, dict[str, str]] = {}
+    for cell in cells(what):
+        values = [value for run in made if (value := run["found"].get(cell.key)) is not None]
+        shown = [cell.shown(value) for value in values]
+        text = ", ".join(shown if len(set(shown)) > 1 else shown[:1]) or "-"
+        if cell.least is not None and values:
+            judged.append(median(values) >= cell.least)
+            text += f" ({cell.least:.3g}: {'met' if judged[-1] else '**missed**'})"
+        grid.setdefault(cell.row, {})[cell.column] = text
+    columns = list(dict.fromkeys(column for row in grid.values() for column in row))
+    table = pages.table(["", *columns], [[name, *(row.get(c, "") for c in columns)] for name, row in grid.items()])
+    origins = "; ".join(dict.fromkeys(f"{run['date']}, commit {run['commit']}, {run['machine']}" for run in made))
+    verdict = f"By the median of {len(made)} runs {sum(judged)} of {len(judged)} aims, in brackets, are met."
+    return f"{table}\n\n{verdict} `{made[-1]['command']}`: {origins}."
 
 
 def gpu_aims() -> str:
     """Return the table of GPU aims, forward + backward: met, missed (with the reason) or not measured."""
-    if all(loaded(f"gpu_{what}") is None for what in ("ops", "fla", "model", "decode")):
+    if not list(pages.RESULTS.glob("gpu_*.json")):
         return "Nothing has been measured on a GPU yet; [GPU_TODO](../benchmarks/GPU_TODO.md) lists what would be."
     lines = ["| aim (forward + backward) | at | measured | | reason |", "|---|---|---:|---|---|"]
     for text, at, least, value in _gpu_aims():
@@ -198,12 +244,6 @@ def _waiting(stem: str) -> str:
     return f"Not measured yet: `{COMMANDS.get(stem, 'make gpu')}`."
 
 
-def _judged(found: float | None, aim: float) -> str:
-    if found is None:
-        return "-"
-    return f"{found:.1f}" if found >= MET * aim else f"**{found:.1f}**"
-
-
 def _row(report: Report | None, name: str, tokens: int, which: str, **more: Any) -> dict[str, Any] | None:
     """Return the first measured row with these values."""
     for row in report.rows if report is not None else ():
@@ -213,34 +253,54 @@ def _row(report: Report | None, name: str, tokens: int, which: str, **more: Any)
     return None
 
 
-def _pair(report: Report, name: str, tokens: int) -> list[float | None]:
-    """Return the speeds over causal SDPA, forward and forward + backward."""
-    sizes = {"llp": {"segment": 256}, "latte": {"latents": 64}}.get(name, {})
-    rows = [_row(report, name, tokens, which, **sizes) for which in ("forward", "forward_backward")]
-    return [None if row is None else row["times_faster"] for row in rows]
+def _value(name: str, tokens: int, which: str, key: str, report: Report, **more: Any) -> Found:
+    row = _row(report, name, tokens, which, **more)
+    return None if row is None else row.get(key)
 
 
-def _faster(stem: str, ours: str, theirs: str, tokens: int, which: str = "forward_backward", **more: Any) -> Found:
-    """Return how many times faster `ours` is than `theirs`."""
-    report = loaded(stem)
-    one = _row(report, ours, tokens, which, **more)
-    other = _row(report, theirs, tokens, which, **(more if theirs.startswith("flex") else {}))
+def _quotient(one: dict[str, Any] | None, other: dict[str, Any] | None) -> Found:
+    """Return how many times faster `one` is than `other`."""
     return None if one is None or other is None else other["median_s"] / one["median_s"]
 
 
-def _of_copy(name: str, tokens: int) -> Found:
+def _lean(name: str, tokens: int, report: Report) -> Found:
+    row = _row(report, name, tokens, "forward_backward", **SIZES.get(name, {}))
+    return None if row is None or not row["peak_bytes"] else row["io_bytes"] / row["peak_bytes"]
+
+
+def _over(ours: str, theirs: str, tokens: int, which: str, report: Report | None) -> Found:
+    return _quotient(_row(report, ours, tokens, which), _row(report, theirs, tokens, which))
+
+
+def _flat(name: str, report: Report) -> Found:
+    short, long = (_row(report, name, tokens, "token", form="call") for tokens in (64, 32768))
+    return _quotient(long, short)
+
+
+def _by_hand(name: str, report: Report) -> Found:
+    ours, floor = _row(report, name, 64, "token", form="call"), _row(report, f"by hand: {name}", 64, "token")
+    return _quotient(ours, floor)
+
+
+def _faster(stem: str, ours: str, theirs: str, which: str = "forward_backward") -> Found:
+    """Return how many times faster `ours` is than `theirs` on a GPU at 16,384 tokens."""
+    return _over(ours, theirs, 16384, which, loaded(f"gpu_{stem}"))
+
+
+def _of_copy(name: str) -> Found:
     """Return the bytes per second over those of a copy in the same run."""
     report = loaded("gpu_ops")
-    row = _row(report, name, tokens, "forward_backward")
+    row = _row(report, name, 16384, "forward_backward")
     if report is None or row is None or "copy_bytes_per_s" not in report.ceilings:
         return None
     return row["bytes_per_s"] / report.ceilings["copy_bytes_per_s"]
 
 
-def _steady(name: str) -> Found:
-    """Return the time of a token after a context of 1,000 tokens over that after 100,000."""
-    row = _row(loaded("gpu_decode"), name, 100000, "token")
-    return None if row is None else 1 / row["of_shortest"]
+def _right() -> Found:
+    """Return the share of the kernels' checks that were right."""
+    file = pages.RESULTS / "gpu_checks.json"
+    rows = pages.read(file).get("rows") if file.is_file() else None
+    return sum(row["status"] == "ok" for row in rows) / len(rows) if rows else None
 
 
 class Aim(NamedTuple):
@@ -254,44 +314,31 @@ class Aim(NamedTuple):
 
 
 def _gpu_aims() -> Iterator[Aim]:
-    lengths = [(f"T = {tokens:,}", tokens) for tokens in GPU_TOKENS]
-    for at, tokens in lengths:
-        yield Aim("latte over the `chunk_gla` route: 2", at, 2, _faster("gpu_fla", "latte", "fla, chunk_gla", tokens))
-    for text, least in (("latte over flash SDPA: 3", 3), ("latte over flash SDPA, the far aim: 15", 15)):
-        yield Aim(text, "T = 16,384", least, _faster("gpu_ops", "latte", "sdpa", 16384))
+    at = "T = 16,384"
+    yield Aim("kernels' checks that are right: all", "every dtype", 1, _right())
+    yield Aim("latte over the `chunk_gla` route: 2", at, 2, _faster("fla", "latte", "fla, chunk_gla"))
+    yield Aim("latte over flash SDPA: 10", at, 10, _faster("ops", "latte", "sdpa"))
+    yield Aim("llp over FlexAttention with its mask: 1.2", at, 1.2, _faster("flex", "llp", "flex, llp"))
+    yield Aim("llp over flash SDPA: 15", at, 15, _faster("ops", "llp", "sdpa"))
     for name, theirs in (("linear", "chunk_linear_attn"), ("elita", "chunk_simple_gla")):
-        for at, tokens in lengths:
-            yield Aim(f"{name} over `{theirs}`: 1.2", at, 1.2, _faster("gpu_fla", name, f"fla, {theirs}", tokens))
-    for at, tokens in lengths:
-        yield Aim("elita's bytes a second over a copy's: 0.6", at, 0.6, _of_copy("elita", tokens))
-    for segment in (256, 512):
-        who = f"llp, segment {segment}, over"
-        for at, tokens in lengths:
-            found = _faster("gpu_ops", "llp", "flex, llp", tokens, segment=segment)
-            yield Aim(f"{who} FlexAttention with its mask: 1.2", at, 1.2, found)
-        for least, tokens in ((6, 16384), (1, 2048)):
-            found = _faster("gpu_ops", "llp", "sdpa", tokens, segment=segment)
-            yield Aim(f"{who} flash SDPA: {least}", f"T = {tokens:,}", least, found)
-    for name in ("llp", "latte"):
-        for least, batch, tokens in ((1, 16, 2048), (2, 4, 16384)):
-            found = _faster("gpu_model", name, "sdpa", tokens, "step")
-            yield Aim(f"training a decoder of {name} over flash SDPA: {least}", f"{batch} x {tokens:,}", least, found)
-    for name in ("llp", "latte", "linear", "elita", "window"):
-        text = f"{name}: a token after 1,000 over one after 100,000: 1 / 1.05"
-        yield Aim(text, "decoding", 1 / 1.05, _steady(name))
+        yield Aim(f"{name} over `{theirs}`: 1.2", at, 1.2, _faster("fla", name, f"fla, {theirs}"))
+        yield Aim(f"{name}'s bytes a second over a copy's: 0.6", at, 0.6, _of_copy(name))
+    for name in ("llp", "latte", "linear", "elita"):
+        text = f"training a decoder of {name} over flash SDPA: 2"
+        yield Aim(text, "4 x 16,384", 2, _faster("model", name, "sdpa", "step"))
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "cpu-aims": cpu_aims,
-    "cpu-runs": cpu_runs,
     "cpu-ops-pictures": partial(pictures, "cpu_ops", "time", "memory"),
     "cpu-latents": partial(pictures, "cpu_ops", "latents"),
     "cpu-model-pictures": partial(pictures, "cpu_model", "time", "memory"),
-    "cpu-decode-pictures": partial(pictures, "cpu_decode", "time"),
+    "cpu-decode-pictures": partial(pictures, "cpu_decode", "time", "state"),
     "five-mechanisms": five_mechanisms,
     "gpu-aims": gpu_aims,
 }
-for _stem in ("cpu_ops", "cpu_model", "cpu_decode", "gpu_ops", "gpu_fla", "gpu_model", "gpu_decode"):
+for _what in ("ops", "layers", "model", "decode"):
+    BLOCKS[f"cpu-{_what}-runs"] = partial(runs, _what)
+for _stem in (*COMMANDS, *(f"gpu_{what}" for what in ("ops", "flex", "fla", "model", "decode"))):
     BLOCKS[_stem.replace("_", "-")] = partial(tables, _stem)
 
 if __name__ == "__main__":

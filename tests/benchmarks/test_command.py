@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from benchmarks import operators as _cases
-from benchmarks.command import CONFIGS, main
+from benchmarks.command import BENCHMARKS, main
 from benchmarks.operators import Engine
 from tests.training.helpers import raising
 
 TINY_OPS = "--tokens 16,32 --heads 2 --channels 8 --segment 8 --repeats 2 --peers none"
-TINY = "--mechanisms llp --dim 16 --layers 1 --vocab 17 --repeats 2 --options.llp.segment 8 --no-plots"
+TINY = "--mechanisms llp --dim 16 --heads 2 --layers 1 --vocab 17 --repeats 2 --options.llp.segment 8 --no-plots"
 
 
 def test_operators_are_timed_printed_and_written(capsys, tmp_path):
@@ -26,7 +26,7 @@ def test_operators_are_timed_printed_and_written(capsys, tmp_path):
     assert record["command"] == f"python -m benchmarks {arguments}"
     assert record["settings"]["tokens"] == [16, 32]
     names = {file.name.removeprefix("cpu_ops") for file in (tmp_path / "new").iterdir()}
-    assert names == {".json", ".csv", "_time.png", "_memory.png", "_latents.png"}
+    assert names == {".json", "_time.png", "_memory.png", "_latents.png"}
 
 
 def test_nothing_is_written_without_a_folder(capsys, tmp_path, monkeypatch):
@@ -40,13 +40,15 @@ def test_nothing_is_written_without_a_folder(capsys, tmp_path, monkeypatch):
 
 def test_models_and_decoding_are_timed(capsys, tmp_path):
     assert main(f"model --tokens 16 --peers none {TINY} --out {tmp_path}".split()) == 0
-    assert main(f"decode --contexts 8,16 {TINY} --out {tmp_path}".split()) == 0
+    assert main(f"decode --contexts 8,16 --peers none {TINY} --out {tmp_path}".split()) == 0
+    sizes = "--mechanisms llp --dim 16 --heads 2 --repeats 1 --no-plots"
+    assert main(f"layers --tokens 16 {sizes} --out {tmp_path}".split()) == 0
     printed = capsys.readouterr().out
-    assert "A training step and prefill: batch 1, 1 layers, width 16" in printed
+    assert "A training step and prefill: batch 2, 1 layers, width 16" in printed
     assert "One decoded token: " in printed
+    assert "Forward + backward: batch 1, layers of width 16" in printed
     assert "llp, segment 8" in printed
-    names = {f"cpu_{what}.{suffix}" for what in ("model", "decode") for suffix in ("json", "csv")}
-    assert {file.name for file in tmp_path.iterdir()} == names
+    assert {file.name for file in tmp_path.iterdir()} == {f"cpu_{what}.json" for what in ("model", "decode", "layers")}
 
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError("no"), 1), (torch.OutOfMemoryError("no room"), 0)])
@@ -69,6 +71,10 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     ("ops --device tpu", "unknown device 'tpu'; valid: cpu, cuda"),
     ("ops --dtype float8", "dtype must be float32, bfloat16 or float16, got 'float8'"),
     ("decode --mechanisms perceiver_ar", "unknown attention 'perceiver_ar'"),
+    ("decode --graph", "graph needs a GPU, got device 'cpu'"),
+    ("layers --mechanisms linformer", "no causal form of attention 'linformer'"),
+    ("layers --dim 17", "dim must be a multiple of heads, got 17 and 8"),
+    ("decode --peers perceiver-ar-pytorch", "unknown peer 'perceiver-ar-pytorch' on cpu; valid: auto, none, transf"),
     pytest.param("ops --device cuda", "device 'cuda' is not available: PyTorch finds no GPU", marks=NO_GPU),
 ])  # fmt: skip
 def test_mistakes_are_named(capsys, arguments, message):
@@ -88,8 +94,9 @@ def test_a_benchmark_must_be_named(capsys, arguments, message):
 def test_the_overview_lists_everything_and_help_shows_the_command(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"\n  {what} " in shown for what in CONFIGS)
-    for command in ("ops", "images"):
-        with pytest.raises(SystemExit, match="0"):
-            main([command, "--help"])
-        assert capsys.readouterr().out.startswith(f"usage: python -m benchmarks {command} ")
+    assert all(f"\n  {what} " in shown for what in BENCHMARKS)
+    with pytest.raises(SystemExit, match="0"):
+        main(["ops", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("usage: python -m benchmarks ops ")
+    assert "Sequence lengths T in tokens (default: 1024,4096,16384)." in shown

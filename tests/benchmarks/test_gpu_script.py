@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,8 +16,9 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_steps
+from tests.ops.triton import checks as kernels
 
-DRY_RUN_SECONDS = 170
+DRY_RUN_SECONDS = 600
 LACKING = (
     *("transformers", "safetensors", "accelerate", "datasets", "jsonargparse", "rich", "peft"),
     *("matplotlib", "tensorboard", "hypothesis", "pytest_timeout", "xdist"),
@@ -43,9 +45,11 @@ def test_nothing_is_imported_that_the_gpu_machine_may_lack(tmp_path):
         for step, _ in {STEPS!r}:
             assert gpu_steps.RUNS[step](arguments) == 0, step
     """
-    run("-c", textwrap.dedent(code))
+    run("-c", textwrap.dedent(code), OUT=str(tmp_path / "out"))
     for step, name in STEPS:
-        rows = json.loads((tmp_path / f"gpu_{step}.json").read_text())["rows"]
+        written = (tmp_path / f"gpu_{step}.json").read_text()
+        assert (tmp_path / "out" / f"gpu_{step}.json").read_text() == written, "a call may be cut before a step ends"
+        rows = json.loads(written)["rows"]
         assert name in {row["name"] for row in rows}
         assert {row["status"] for row in rows} == {"ok"}
 
@@ -55,11 +59,13 @@ def test_a_dry_run_runs_everything(tmp_path):
     out = tmp_path / "out"
     command = [gpu.__file__, "--device", "cpu", "--dry-run", "--folder", str(tmp_path)]
     run(*command, OUT=str(out), PYTEST_ADDOPTS="--no-such-option")
-    for step in ("tests", "ops", "model", "decode", "fla"):
+    for step in gpu.NAMES:
         record = json.loads((tmp_path / f"gpu_{step}.json").read_text())
         assert record["step"]["status"] == "ok"
         assert json.loads((out / f"gpu_{step}.json").read_text()) == record
-    assert json.loads((tmp_path / "gpu_tests.json").read_text())["tests"] > 0
+    assert {row["status"] for row in json.loads((tmp_path / "gpu_checks.json").read_text())["rows"]} == {"ok"}
+    assert all(file["PASSED"] for file in json.loads((tmp_path / "gpu_tests.json").read_text())["files"].values())
+    assert len(list(out.iterdir())) == len(gpu.NAMES) <= 8, "as many files come back from a lent machine"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -71,7 +77,7 @@ def test_without_a_gpu_it_says_how_to_try_it(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("flags", "message"), [
     (["--device", "cpu"], "--device cpu needs --dry-run"),
-    (["--only", "ops,opps"], "unknown step opps; valid: tests, ops, model, decode, fla"),
+    (["--only", "ops,opps"], "unknown step opps; valid: checks, ops, flex, tests, model, decode, fla"),
 ])  # fmt: skip
 def test_wrong_arguments_are_named(flags, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu.py", *flags])
@@ -80,13 +86,15 @@ def test_wrong_arguments_are_named(flags, message, monkeypatch, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_steps_fit_into_nine_minutes(monkeypatch):
+def test_the_steps_of_a_call_fit_into_nine_minutes(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     seconds = gpu._arguments().seconds
-    limits = gpu.time_limits([step for step in gpu.STEPS if step.name != "warm"], seconds)
-    assert {step.name for step in limits} == set(gpu.NAMES)
-    assert {step.name for step in gpu.STEPS} == set(gpu_steps.RUNS)
-    assert max(seconds, sum(limits.values())) < 540
+    for names in (gpu.FIRST, ("model", "decode"), ("fla",)):
+        limits = gpu.time_limits([step for step in gpu.STEPS if step.name in names], seconds)
+        assert max(seconds, sum(limits.values())) < 540
+        assert [float(step.seconds) for step in limits] == list(limits.values()), "no limit is shortened"
+    assert gpu._arguments().only == gpu.FIRST
+    assert list(gpu_steps.RUNS) == list(gpu.NAMES)
 
 
 def test_limits_shrink_by_one_factor_only_if_time_is_short():
@@ -156,49 +164,86 @@ def test_a_step_that_has_ended_is_stopped_in_silence():
     assert gpu._stop(process) == "done\n"
 
 
-@pytest.mark.parametrize("only", ["tests", "ops"])
-def test_an_interrupt_ends_the_warming_too(only, tmp_path, monkeypatch):
-    """Warming runs beside the tests and has ended before any other step."""
-    sleeping, started, running = start("import time; time.sleep(600)"), [], []
-
-    def interrupted(*_):
-        running.append(sleeping.poll() is None)
-        raise KeyboardInterrupt("by hand")
-
-    monkeypatch.setattr(gpu, "_start", lambda step, *_: started.append(step) or sleeping)
-    monkeypatch.setattr(gpu, "run_step", interrupted)
-    monkeypatch.setattr(gpu, "_missing", lambda _: None)
-    monkeypatch.setattr(gpu, "install_wheels", lambda: tmp_path)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--only", only, "--folder", str(tmp_path)])
-    try:
-        with pytest.raises(KeyboardInterrupt, match="by hand"):
-            gpu.main()
-        assert sleeping.poll() == -signal.SIGKILL
-    finally:
-        sleeping.kill()
-        sleeping.wait()
-    assert (started, running) == (["warm"], [only == "tests"])
+def test_tests_run_by_file_and_a_file_that_dies_stops_no_other(tmp_path, monkeypatch):
+    where = tmp_path / "tests" / "ops" / "triton"
+    where.mkdir(parents=True)
+    (where / "test_one.py").write_text("def test_a(): pass\n\n\ndef test_b(): assert not 'this'\n")
+    (where / "test_two.py").write_text("import os\n\n\ndef test_c(): pass\n\n\ndef test_d(): os.abort()\n")
+    monkeypatch.setattr(gpu_steps, "ROOT", tmp_path)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    arguments = argparse.Namespace(device="cpu", dry_run=False, folder=tmp_path, limit=60.0)
+    assert gpu_steps.tests(arguments) == 1
+    found = json.loads((tmp_path / "gpu_tests.json").read_text())
+    one, two = (found["files"][f"gpu_tests_test_{name}_0"] for name in ("one", "two"))
+    assert found["collected"] == 4
+    assert (one["PASSED"], one["FAILED"], one["exit_status"]) == (1, 1, 1)
+    assert one["failed"] == ["tests/ops/triton/test_one.py::test_b"]
+    assert "assert not 'this'" in one["output"]
+    assert (two["PASSED"], two["exit_status"]) == (1, -signal.SIGABRT)
+    assert {"versions", "commit", "machine"} <= set(found["provenance"])
+    assert not list(tmp_path.glob("*.log"))
 
 
-def test_tests_that_take_too_long_are_interrupted(monkeypatch):
-    monkeypatch.setattr(gpu_steps, "LAST_SECONDS", 20.0)
-    quick, slow = gpu_steps._ended([start(f"import time; time.sleep({s})") for s in (0, 600)], 1.0)
-    assert quick == 0 != slow
+@pytest.mark.slow
+def test_late_tests_are_stopped_and_what_they_found_is_kept(tmp_path, monkeypatch):
+    where = tmp_path / "tests" / "ops" / "triton"
+    where.mkdir(parents=True)
+    (where / "test_one.py").write_text("import time\n\n\ndef test_a(): pass\n\n\ndef test_b(): time.sleep(600)\n")
+    monkeypatch.setattr(gpu_steps, "ROOT", tmp_path)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(gpu_steps, "LAST_SECONDS", -20.0)
+    arguments = argparse.Namespace(device="cpu", dry_run=False, folder=tmp_path, limit=-5.0)
+    assert gpu_steps.tests(arguments) == 1
+    (one,) = json.loads((tmp_path / "gpu_tests.json").read_text())["files"].values()
+    assert (one["PASSED"], one["exit_status"]) == (1, -signal.SIGKILL)
 
 
-def test_a_dry_run_takes_the_first_tests_of_each_file():
-    names = ["a.py::one", "a.py::two", "b.py::one", "a.py::three"]
-    assert gpu_steps._first_of_each_file(names) == ["a.py::one", "a.py::two", "b.py::one"]
+def wrong(call, name):
+    """A family whose second result is off, whose bits differ by call, or that has no kernel."""
+    calls = []
+
+    def other(backend, *x):
+        out = call(backend, *x)
+        calls.append(backend)
+        if backend != "torch":
+            return out
+        if name == "fails":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return (out[0], out[1] * (1.01 if name == "is off" else 1 + 1e-7 * len(calls)))
+
+    return other
 
 
-def test_counts_of_tests_are_read_from_their_report(tmp_path):
-    (tmp_path / "r.xml").write_text(
-        '<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1">'
-        '<testcase classname="a" name="b"><failure/></testcase><testcase classname="a" name="c"/>'
-        "</testsuite></testsuites>"
-    )
-    files = [tmp_path / "r.xml", tmp_path / "none.xml", tmp_path / "r.xml"]
-    assert gpu_steps._counts(files) == {"tests": 6, "skipped": 2, "failed": ["a.b", "a.b"]}
+@pytest.mark.parametrize(("name", "message"), [
+    ("is off", r"result 1: error .* exceeds"), ("moves", "the second call gave other bits"),
+    ("fails", "RuntimeError: CUDA error: an illegal memory"),
+])  # fmt: skip
+def test_a_wrong_kernel_is_found(name, message, monkeypatch):
+    family = kernels.FAMILIES["llp"]
+    monkeypatch.setitem(kernels.FAMILIES, "llp", family._replace(call=wrong(family.call, name)))
+    both, token = kernels.check("llp", "float32", kernels.TINY[0], "cpu", "torch")
+    assert both["status"] == "failed"
+    assert re.search(message, both["message"])
+    assert (token["status"], token["same_bits"]) == ("ok", True)
+
+
+@pytest.mark.parametrize("name", kernels.FAMILIES)
+def test_every_family_is_checked_in_every_dtype(name):
+    """With the chunked form in the place of the kernels, which the interpreter runs in the dry run."""
+    for dtype in kernels.DTYPES:
+        for record in kernels.check(name, dtype, kernels.TINY[0], "cpu", "torch"):
+            assert (record["status"], record["same_bits"]) == ("ok", True), record
+            assert record["largest_relative_error"] < 0.02
+
+
+@pytest.mark.slow
+def test_a_family_whose_process_dies_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "FAMILIES", {"no such family": None})
+    arguments = argparse.Namespace(device="cpu", dry_run=True, folder=tmp_path, limit=60.0)
+    assert gpu_steps.checks(arguments) == 1
+    assert json.loads((tmp_path / "gpu_checks.json").read_text())["families"] == {
+        "no such family": "ended with status 1"
+    }
 
 
 def test_wheels_are_unpacked_aside(tmp_path, monkeypatch):

@@ -5,8 +5,9 @@ import time
 import pytest
 import torch
 
-from benchmarks import decode, model
+from benchmarks import decode, decoding, model
 from benchmarks import models as _models
+from benchmarks.by_hand import ByHand
 from benchmarks.config import DecodeConfig, ModelConfig
 from benchmarks.decode import measure_decode
 from benchmarks.model import measure_model
@@ -14,12 +15,13 @@ from benchmarks.models import build_decoder
 from subquad.testing import assert_same_maths
 
 SIZES = {"layers": 2, "dim": 16, "heads": 2, "vocab": 17}
-MODEL = {**SIZES, "repeats": 2, "peers": "none"}
+MODEL = {**SIZES, "repeats": 2, "peers": "none", "batch": 1, "dtype": "float32"}
+DECODE = {**SIZES, "repeats": 2, "peers": "none"}
 
 
 def test_steps_and_prefill_of_every_model():
     names = ["full", "llp", "latte", "elita", "perceiver_ar"]
-    config = ModelConfig(mechanisms=names, tokens=[24], batch=2, options={"llp": {"segment": 8}}, **MODEL)
+    config = ModelConfig(mechanisms=names, tokens=[24], options={"llp": {"segment": 8}}, **{**MODEL, "batch": 2})
     report = measure_model(config)
     lines = {(name, which) for name in ("sdpa", *names) for which in ("step", "prefill")}
     assert {(row["name"], row["pass"]) for row in report.rows} == lines
@@ -53,7 +55,7 @@ def test_after_the_deadline_models_and_contexts_are_skipped():
     settings = {"mechanisms": ["linear"], **SIZES}
     for report in (
         measure_model(ModelConfig(tokens=[8], peers="none", **settings), deadline=time.monotonic() - 1),
-        measure_decode(DecodeConfig(contexts=[8], **settings), deadline=time.monotonic() - 1),
+        measure_decode(DecodeConfig(contexts=[8], peers="none", **settings), deadline=time.monotonic() - 1),
     ):
         assert {row["status"] for row in report.rows} == {"skipped"}
 
@@ -66,8 +68,29 @@ def test_the_base_is_the_same_decoder():
 
 
 def test_bfloat16_runs_under_autocast():
-    report = measure_model(ModelConfig(mechanisms=["llp"], tokens=[8], dtype="bfloat16", **MODEL))
+    report = measure_model(ModelConfig(mechanisms=["llp"], tokens=[8], **{**MODEL, "dtype": "bfloat16"}))
     assert {row["status"] for row in report.rows} == {"ok"}
+
+
+def test_transformers_llama_has_the_same_parameters_and_may_have_our_attention():
+    asked = ["transformers", "transformers-llp"]
+    report = measure_model(ModelConfig(mechanisms=["full"], tokens=[12], **{**MODEL, "peers": asked}))
+    rows = {(row["name"], row["pass"]): row for row in report.rows}
+    assert {row["status"] for row in report.rows} == {"ok"}
+    assert len({row["parameters"] for row in report.rows}) == 1
+    for name in ("full", *asked):
+        for which in ("step", "prefill"):
+            times = rows["transformers", which]["median_s"] / rows[name, which]["median_s"]
+            assert rows[name, which]["over_transformers"] == times
+    assert "transformers' Llama, subquad_llp, 256" in report.table()
+
+
+def test_the_loss_of_transformers_llama_is_that_of_the_given_labels():
+    llama = _models.Llama(**SIZES, longest=12, attention=None).double()
+    tokens, labels = torch.randint(17, (2, 2, 12))
+    logits = torch.cat([llama.prefill(tokens[:, : n + 1])[0] for n in range(12)], 1)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(llama.loss(tokens, labels), expected, check_dtype=False)
 
 
 @pytest.mark.parametrize(("measure", "config", "changes", "message"), [
@@ -84,37 +107,103 @@ def test_mistakes_are_named(measure, config, changes, message):
 
 def test_a_token_after_each_context_and_the_size_of_the_state():
     settings = {"mechanisms": ["full", "latte"], "contexts": [30, 9], "options": {"latte": {"num_latents": 4}}}
-    config = DecodeConfig(**settings, piece=7, repeats=3, **SIZES)
+    config = DecodeConfig(**settings, piece=7, **{**DECODE, "peers": "auto"})
     report = measure_decode(config)
     rows = {(row["name"], row["tokens"]): row for row in report.rows}
-    assert list(rows) == [("full", 9), ("full", 30), ("latte", 9), ("latte", 30)]
+    assert list(rows) == [(name, tokens) for name in ("transformers", "full", "latte") for tokens in (9, 30)]
     for (name, tokens), row in rows.items():
-        assert row["status"] == "ok"
-        decoder = decode.build_decoder(name, longest=31, options=config.options, **SIZES)
-        assert row["state_bytes"] == decoder.cost(tokens).state_bytes
+        assert row["status"] == "ok", row
         assert row["of_shortest"] == row["median_s"] / rows[name, 9]["median_s"]
+        assert row["over_transformers"] == rows["transformers", tokens]["median_s"] / row["median_s"]
+        assert row["tokens_per_s"] == 1 / row["median_s"]
+        same = "full" if name == "transformers" else name
+        decoder = decode.build_decoder(same, longest=31, options=config.options, **SIZES)
+        assert row["state_bytes"] == decoder.cost(tokens).state_bytes
+        assert row["events"] > 100
     assert "| latte, num_latents 4 | 9 |" in report.table()
 
 
-def test_reading_in_pieces_is_reading_at_once():
-    config = DecodeConfig(mechanisms=["llp"], contexts=[50], piece=7, options={"llp": {"segment": 8}}, **SIZES)
-    decoder = decode._ready(config, "llp").double()
-    tokens, token = decode._tokens(config, 50), decode._tokens(config, 1)
+@pytest.mark.parametrize("name", ["linear", "window", "transformers"])
+def test_a_repeat_goes_on_from_the_context_read_in_pieces(name):
+    """Each repeat decodes after the same 50 tokens, whatever was decoded before it."""
+    config = DecodeConfig(mechanisms=[name], contexts=[50], piece=7, options={"window": {"width": 8}}, **DECODE)
+    decoder = decode._ready(config, name).double()
+    read = decoding.read(config, decoder, 50)
+    tokens = torch.cat([decoding.tokens_of(config, 50), *[decoding.tokens_of(config, 1)] * 3], 1)
+    heard = []
+    decoder.register_forward_hook(lambda *given: heard.append(given[2][0])) if name != "transformers" else (
+        decoder.model.register_forward_hook(lambda *given: heard.append(given[2].logits))
+    )
+    for _ in range(2):
+        memory = read.begin()
+        for _ in range(3):
+            memory = read.step(memory)
     with torch.no_grad():
-        whole = decoder(torch.cat([tokens, token], 1))[0][:, -1:]
-        read = decode._read(config, decoder, 50)
-        logits, _ = decode._step(config, read).call(read.state)
-    assert_same_maths(logits, whole)
+        whole = (decoder.model(tokens).logits if name == "transformers" else decoder(tokens)[0])[:, 50:]
+    for first in (0, 3):
+        assert_same_maths(torch.cat(heard[first : first + 3], 1), whole)
 
 
-def test_a_context_that_does_not_fit_says_so(monkeypatch):
-    read = decode._read
+@pytest.mark.parametrize("name", ["linear", "window"])
+def test_the_step_by_hand_is_that_of_the_decoder(name):
+    decoder = build_decoder(name, longest=30, options={"window": {"width": 5}}, **SIZES).double()
+    for weight in decoder.parameters():
+        torch.nn.init.normal_(weight)
+    tokens, written = torch.randint(17, (3, 12)), ByHand(decoder, 3)
+    logits = torch.stack([written.step(tokens[:, n : n + 1]) for n in range(12)], 1)
+    assert_same_maths(logits, decoder(tokens)[0].detach())
+    config = DecodeConfig(mechanisms=[name], contexts=[9], **DECODE)
+    ours, by_hand = measure_decode(config).rows
+    assert (by_hand["name"], by_hand["form"], by_hand["status"]) == (f"by hand: {name}", "by hand", "ok")
+    assert by_hand["events"] < ours["events"]
+
+
+def test_a_step_in_place_is_the_call_and_a_state_that_grows_is_refused():
+    """Such a step can be captured in a CUDA graph."""
+    config = DecodeConfig(contexts=[20], batch=2, options={"window": {"width": 8}}, **DECODE)
+    token = decoding.tokens_of(config, 1)
+    for name in ("latte", "linear", "elita", "window"):
+        decoder = decode._ready(config, name).double()
+        read = decoding.read(config, decoder, 20)
+        step, state = decoding.InPlace(decoder, read.begin(), token), read.begin()
+        kept = [x.data_ptr() for x in decoding._tensors(step.state)]
+        for _ in range(2):
+            step.begin()
+            state = read.begin()
+            for _ in range(3):
+                with torch.no_grad():
+                    logits, state = decoder(token, state)
+                assert_same_maths(step.step(), logits)
+        assert kept == [x.data_ptr() for x in decoding._tensors(step.state)]
+    decoder = decode._ready(config, "full")
+    with pytest.raises(
+        ValueError, match=r"a state of constant shape is needed, got \[2, 2, 20, 8\], then \[2, 2, 21, 8\]"
+    ):
+        decoding.InPlace(decoder, decoding.read(config, decoder, 20).begin(), token).step()
+
+
+@pytest.mark.slow
+def test_the_compiled_step_is_timed_too():
+    config = DecodeConfig(mechanisms=["latte"], contexts=[9], compile=True, batch=2, **DECODE)
+    ours, compiled = measure_decode(config).rows
+    assert (compiled["label"], compiled["status"]) == ("latte, compiled", "ok")
+    assert compiled["events"] < ours["events"]
+
+
+def test_a_context_that_does_not_fit_says_so_in_every_form(monkeypatch):
+    read = decode.read
 
     def greedy(config, decoder, tokens):
         if tokens > 10:
             raise MemoryError("too long")
         return read(config, decoder, tokens)
 
-    monkeypatch.setattr(decode, "_read", greedy)
-    report = measure_decode(DecodeConfig(mechanisms=["linear"], contexts=[8, 16], repeats=2, **SIZES))
-    assert [row["status"] for row in report.rows] == ["ok", "out of memory"]
+    monkeypatch.setattr(decode, "read", greedy)
+    report = measure_decode(DecodeConfig(mechanisms=["linear"], contexts=[8, 16], **DECODE))
+    status = {(row["form"], row["tokens"]): row["status"] for row in report.rows}
+    assert status == {
+        ("call", 8): "ok",
+        ("call", 16): "out of memory",
+        ("by hand", 8): "ok",
+        ("by hand", 16): "out of memory",
+    }

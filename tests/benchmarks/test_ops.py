@@ -1,7 +1,7 @@
 """`measure_ops`: rows, ratios, files; a case that runs out of memory; other libraries, there or not."""
 
-import csv
 import json
+import re
 import time
 
 import pytest
@@ -9,11 +9,13 @@ import torch
 
 from benchmarks import operators as _cases
 from benchmarks import peers as _peers
-from benchmarks.config import OpsConfig
+from benchmarks.config import LayersConfig, OpsConfig
+from benchmarks.layers import measure_layers
 from benchmarks.operators import ENGINES, PASSES, Engine, Operator, Shape, our_cases, sdpa, segments, window
 from benchmarks.ops import measure_ops
 from benchmarks.peers import Peer
 from benchmarks.report import Report
+from subquad import attention
 from subquad.ops.patterns import Causal
 from subquad.testing import assert_in_budget, assert_same_maths
 
@@ -58,19 +60,15 @@ def test_memory_is_measured_with_the_output_and_the_gradients(report):
 
 
 def test_the_files_hold_the_rows_and_their_provenance(report, tmp_path):
-    files = report.save(tmp_path / "results")
-    assert [file.name for file in files] == ["cpu_ops.json", "cpu_ops.csv"]
-    record = json.loads(files[0].read_text())
+    file = report.save(tmp_path / "results")
+    assert [file] == list((tmp_path / "results").iterdir()) == [tmp_path / "results" / "cpu_ops.json"]
+    record = json.loads(file.read_text())
     assert record["rows"] == report.rows
     assert set(record["provenance"]) == {"date", "machine", "versions", "commit"}
     assert {"cpu", "cores", "threads", "memory_bytes"} <= set(record["provenance"]["machine"])
     assert record["provenance"]["versions"]["torch"] == torch.__version__
     assert set(record["ceilings"]) == {"copy_bytes_per_s", "matmul_flops_per_s"}
-    assert Report.load(files[0]) == report
-    with files[1].open(newline="") as opened:
-        lines = list(csv.DictReader(opened))
-    assert [float(line["median_s"]) for line in lines] == [row["median_s"] for row in report.rows]
-    assert lines[0]["latents"] == ""
+    assert Report.load(file) == report
 
 
 def test_the_table_has_a_line_for_each_row_and_the_ceilings(report):
@@ -123,8 +121,46 @@ def test_after_the_deadline_lengths_are_skipped_and_what_was_found_is_kept():
     assert heard == [4, 8]
 
 
+def test_a_pass_that_would_take_too_long_by_the_square_of_its_tokens_is_skipped(monkeypatch):
+    """0.1 s at 32 tokens would be 1.6 s at 128."""
+
+    def make(shape, backend):
+        return Operator(shape.qkv(), lambda q, k, v: time.sleep(0.1) or v * 1)
+
+    replaced(monkeypatch, "linear", make)
+    settings = {**TINY, "repeats": 1, "passes": ["forward"], "limit": 1.0}
+    report = measure_ops(OpsConfig(mechanisms=["linear"], tokens=[16, 32, 128], **settings))
+    rows = {row["tokens"]: row for row in report.rows if row["name"] == "linear"}
+    assert [rows[tokens]["status"] for tokens in (16, 32, 128)] == ["ok", "ok", "skipped"]
+    assert re.match(r"it could take \d+ s a pass", rows[128]["message"])
+    assert {row["status"] for row in report.rows if row["name"] == "sdpa"} == {"ok"}
+
+
+def test_whole_layers_are_timed_beside_full_attention():
+    names = LayersConfig().mechanisms
+    assert names == [
+        name for name in attention.names() if "causal" in attention.mechanism(name).forms and name != "full"
+    ]
+    report = measure_layers(LayersConfig(mechanisms=["llp", "longformer"], tokens=[9], dim=16, heads=2, repeats=1))
+    assert [(row["name"], row["pass"]) for row in report.rows] == [
+        (name, which) for name in ("full", "llp", "longformer") for which in ("forward", "forward_backward")
+    ]
+    base = {row["pass"]: row["median_s"] for row in report.rows if row["name"] == "full"}
+    for row in report.rows:
+        assert row["status"] == "ok", row
+        assert row["times_faster"] == base[row["pass"]] / row["median_s"]
+        assert row["peak_bytes"] > 0
+    parameters = attention.build("llp", dim=16, num_heads=2).parameters()
+    moved = 4 * (sum(p.numel() for p in parameters) + 2 * 9 * 16)
+    assert {row["pass"]: row["io_bytes"] for row in report.rows if row["name"] == "llp"} == {
+        "forward": moved, "forward_backward": 2 * moved,
+    }  # fmt: skip
+    assert "layers of width 16, 2 heads" in report.table()
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     ({"tokens": []}, "tokens must have at least one value"),
+    ({"limit": 0.0}, "limit must be above 0, got 0.0"),
     ({"batch_tokens": 0}, "batch_tokens must be at least 1, got 0"),
     ({"dtype": "float64"}, "unknown dtype 'float64'"),
     ({"passes": ["sideways"]}, "unknown pass 'sideways'"),

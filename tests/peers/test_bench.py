@@ -34,13 +34,13 @@ def shape():
 
 
 def test_every_operator_runs_on_a_cpu():
-    libraries = ["local-attention", "linear-attention-transformer", "performer-pytorch"]
+    libraries = ["local-attention", "linear-attention-transformer"]
     sizes = {"heads": 2, "channels": 16, "segment": [16], "tokens": [128]}
     report = measure_ops(OpsConfig(mechanisms=["llp", "window", "linear"], peers=libraries, **sizes, **TINY))
     found = {row["name"]: row["status"] for row in report.rows if row["kind"] == "peer"}
     assert set(found) == {name for library in libraries for name in cases(library)}
     assert set(found.values()) == {"ok"}
-    assert [peer["status"] for peer in report.peers] == ["installed"] * 3
+    assert [peer["status"] for peer in report.peers] == ["installed"] * 2
 
 
 def test_perceiver_ar_runs_as_a_model():

@@ -1,0 +1,162 @@
+"""Decoders that have read a context, each in a form whose steps can be timed.
+
+Forms of ours: the call, the compiled step that `BatchDecoder` takes, and the call replayed from a CUDA graph.
+Others: transformers' Llama with its dynamic cache, and steps written by hand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.by_hand import ByHand
+from benchmarks.config import DecodeConfig
+from benchmarks.models import Llama
+from benchmarks.peers import load
+from subquad.generation.slots import FixedSlots, row_of
+from subquad.models import Decoder
+from subquad.state import State
+
+ROOM = 101
+"""Tokens that may follow the context."""
+
+
+class Read(NamedTuple):
+    """A decoder after a context."""
+
+    begin: Callable[[], Any]
+    """Returns the memory as it was after the context."""
+    step: Callable[[Any], Any]
+    """Reads a token: from a memory to the next one."""
+    nbytes: int
+    """Bytes of the memory."""
+    seconds: float | None = None
+    """Seconds that reading the context took."""
+
+
+def tokens_of(config: DecodeConfig, tokens: int) -> Tensor:
+    """Draw the tokens `[B, T]`."""
+    numbers_BT = torch.randint(config.vocab, (config.batch, tokens), generator=torch.Generator().manual_seed(0))
+    return numbers_BT.to(config.device)
+
+
+@torch.no_grad()
+def read(config: DecodeConfig, model: Decoder | Llama, tokens: int) -> Read:
+    """Read the context in pieces. A first call on one warms up, so that the measured time contains no compilation."""
+    numbers_BT, memory = tokens_of(config, tokens), None
+    advance = model.prefill if isinstance(model, Llama) else model.hidden
+    advance(numbers_BT[:, : min(config.piece, tokens)])
+    if isinstance(model, Llama):
+        memory = load("transformers").DynamicCache(config=model.config)
+    start = time.perf_counter()
+    for first in range(0, tokens, config.piece):
+        memory = advance(numbers_BT[:, first : first + config.piece], memory)[1]
+    if config.device.startswith("cuda"):
+        torch.cuda.synchronize()
+    seconds, token_B1 = time.perf_counter() - start, tokens_of(config, 1)
+    if isinstance(model, Llama):
+        return _llama(model, memory, token_B1, tokens, seconds)
+    state: Any = memory
+    return Read(lambda: state, torch.no_grad()(lambda state: model(token_B1, state)[1]), state.nbytes, seconds)
+
+
+def _llama(model: Llama, cache: Any, token_B1: Tensor, tokens: int, seconds: float) -> Read:
+    def begin() -> Any:
+        if more := cache.get_seq_length() - tokens:
+            cache.crop(-more)
+        return cache
+
+    @torch.no_grad()
+    def step(cache: Any) -> Any:
+        return model.prefill(token_B1, cache)[1]
+
+    return Read(begin, step, sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values)), seconds)
+
+
+def by_hand(config: DecodeConfig, model: Decoder, tokens: int) -> Read:
+    """Return the step written by hand, which has read nothing: its time doesn't depend on what it remembers."""
+    written, token_B1 = ByHand(model, config.batch, tokens), tokens_of(config, 1)
+    return Read(lambda: None, lambda _: written.step(token_B1), written.nbytes)
+
+
+def compiled(config: DecodeConfig, model: Decoder, tokens: int, plain: Read) -> Read:
+    """Return the step of slots of fixed shape, compiled."""
+    slots = FixedSlots(model, config.batch, tokens + ROOM, compile=True)
+    numbers = tokens_of(config, 1)[:, 0].tolist()
+
+    def begin() -> None:
+        for slot in range(config.batch):
+            slots.insert(slot, row_of(plain.begin(), slot))
+
+    return Read(torch.no_grad()(begin), torch.no_grad()(lambda _: slots.step(numbers)), slots.nbytes)
+
+
+class InPlace:
+    """A step from tensors that keep their places: it reads a token and writes the new state over the old one.
+
+    Raises `ValueError` if the state changes its shape, as one that grows does.
+    """
+
+    def __init__(self, model: Decoder, state: State, token_B1: Tensor) -> None:
+        self.model, self.token_B1 = model, token_B1
+        self.first = _counted(state, token_B1)
+        self.state = self.first.map(torch.clone)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Go back to the state at the start."""
+        self._write(self.first)
+
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """Read the token and return the logits `[B, 1, V]`."""
+        logits_B1V, after = self.model(self.token_B1, self.state)
+        self._write(after)
+        return logits_B1V
+
+    def _write(self, state: State) -> None:
+        for place, value in zip(_tensors(self.state), _tensors(state), strict=True):
+            if place.shape != value.shape:
+                raise ValueError(f"a state of constant shape is needed, got {[*place.shape]}, then {[*value.shape]}")
+            place.copy_(value)
+
+
+def _counted(state: State, token_B1: Tensor) -> State:
+    """Return the state with its counts of tokens as tensors `[B]`, which a graph can change."""
+    entries: dict[str, Tensor | int | State] = {}
+    for name, entry in state.entries.items():
+        if isinstance(entry, State):
+            entries[name] = _counted(entry, token_B1)
+        else:
+            entries[name] = torch.full_like(token_B1[:, 0], entry) if isinstance(entry, int) else entry
+    return State(entries, state.config_hash)
+
+
+def _tensors(state: State) -> list[Tensor]:
+    found: list[Tensor] = []
+    state.map(lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
+    return found
+
+
+def captured(config: DecodeConfig, model: Decoder, plain: Read) -> Read:
+    """Return the step replayed from a CUDA graph. Raises `ValueError` if its logits aren't those of the call."""
+    place = InPlace(model, plain.begin(), tokens_of(config, 1))
+    wanted = [place.step().clone() for _ in range(3)]  # compiles, and is what a capture must repeat
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        place.step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits_B1V = place.step()
+    place.begin()
+    for number, expected in enumerate(wanted):
+        graph.replay()
+        if not torch.equal(logits_B1V, expected):
+            raise ValueError(f"the graph's logits of token {number + 1} aren't those of the call")
+    return Read(place.begin, lambda _: graph.replay(), place.state.nbytes)
