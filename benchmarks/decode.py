@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import peers as libraries
 from benchmarks.by_hand import FORMS
 from benchmarks.config import DecodeConfig
-from benchmarks.decoding import ROOM, Read, by_hand, captured, compiled, read
+from benchmarks.decoding import ROOM, Read, by_hand, captured, in_slots, read
 from benchmarks.measuring import OUT_OF_TIME, Progress, Running, check_there, over, result_of
 from benchmarks.models import build_decoder, check_models, label_of, peer_model
 from benchmarks.report import Report, Row
@@ -28,7 +28,7 @@ PEER = "transformers"
 
 
 class Key(NamedTuple):
-    """A decoder in one of its forms (`call`, `compiled`, `graph`, `by hand`) and the length of its context."""
+    """A decoder in one of its forms (`call`, `recorded`, `compiled`, `graph`, `by hand`) and its context's length."""
 
     name: str
     form: str
@@ -92,7 +92,12 @@ def measure_decode(config: DecodeConfig | None = None, /, **running: Unpack[Runn
 def _forms(config: DecodeConfig, name: str) -> list[str]:
     if name == PEER:
         return ["call"]
-    more = {"compiled": config.compile, "graph": config.graph, "by hand": name in FORMS and name not in config.options}
+    more = {
+        "recorded": True,
+        "compiled": config.compile,
+        "graph": config.graph,
+        "by hand": name in FORMS and name not in config.options,
+    }
     return ["call", *(form for form, wanted in more.items() if wanted)]
 
 
@@ -113,7 +118,9 @@ def _read(config: DecodeConfig, model: Any, key: Key, plain: Read | None) -> Rea
     if key.form == "by hand":
         return by_hand(config, model, key.tokens)
     assert plain is not None
-    return compiled(config, model, key.tokens, plain) if key.form == "compiled" else captured(config, model, plain)
+    if key.form == "graph":
+        return captured(config, model, key.tokens, plain)
+    return in_slots(config, model, key.tokens, plain, compile=key.form == "compiled")
 
 
 def _run(done: Read) -> Run:

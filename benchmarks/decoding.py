@@ -1,6 +1,7 @@
 """Decoders that have read a context, each in a form whose steps can be timed.
 
-Forms of ours: the call, the compiled step that `BatchDecoder` takes, and the call replayed from a CUDA graph.
+Forms of ours: the call; the recorded step, which `BatchDecoder` and long generations take; that step compiled, or
+replayed from a CUDA graph.
 Others: transformers' Llama with its dynamic cache, and steps written by hand.
 """
 
@@ -19,7 +20,6 @@ from benchmarks.models import Llama
 from benchmarks.peers import load
 from subquad.generation.slots import FixedSlots, row_of
 from subquad.models import Decoder
-from subquad.state import State
 
 ROOM = 101
 """Tokens that may follow the context."""
@@ -83,80 +83,45 @@ def by_hand(config: DecodeConfig, model: Decoder, tokens: int) -> Read:
     return Read(lambda: None, lambda _: written.step(token_B1), written.nbytes)
 
 
-def compiled(config: DecodeConfig, model: Decoder, tokens: int, plain: Read) -> Read:
-    """Return the step of slots of fixed shape, compiled."""
-    slots = FixedSlots(model, config.batch, tokens + ROOM, compile=True)
+def in_slots(config: DecodeConfig, model: Decoder, tokens: int, plain: Read, *, compile: bool = False) -> Read:
+    """Return the recorded step of slots of fixed shape, which `BatchDecoder` and long generations take."""
+    slots, begin = _slots(config, model, tokens, plain, compile=compile)
     numbers = tokens_of(config, 1)[:, 0].tolist()
+    return Read(begin, torch.no_grad()(lambda _: slots.step(numbers)), slots.nbytes)
 
+
+def captured(config: DecodeConfig, model: Decoder, tokens: int, plain: Read) -> Read:
+    """Return the recorded step replayed from a CUDA graph. Raises `ValueError` if its logits aren't those of a call."""
+    slots, begin = _slots(config, model, tokens, plain)
+    token_B1 = tokens_of(config, 1)
+    step = torch.no_grad()(lambda: slots.step_in_place(token_B1))
+    begin()
+    wanted = [step().clone() for _ in range(3)]  # compiles, and is what a capture must repeat
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits_BV = step()
+    begin()
+    for number, expected in enumerate(wanted):
+        graph.replay()
+        if not torch.equal(logits_BV, expected):
+            raise ValueError(f"the graph's logits of token {number + 1} aren't those of the call")
+    return Read(begin, lambda _: graph.replay(), slots.nbytes)
+
+
+def _slots(
+    config: DecodeConfig, model: Decoder, tokens: int, plain: Read, *, compile: bool = False
+) -> tuple[FixedSlots, Callable[[], None]]:
+    """Return slots of fixed shape, and a function that puts the state after the context into all of them."""
+    slots = FixedSlots(model, config.batch, tokens + ROOM, compile=compile)
+
+    @torch.no_grad()
     def begin() -> None:
         for slot in range(config.batch):
             slots.insert(slot, row_of(plain.begin(), slot))
 
-    return Read(torch.no_grad()(begin), torch.no_grad()(lambda _: slots.step(numbers)), slots.nbytes)
-
-
-class InPlace:
-    """A step from tensors that keep their places: it reads a token and writes the new state over the old one.
-
-    Raises `ValueError` if the state changes its shape, as one that grows does.
-    """
-
-    def __init__(self, model: Decoder, state: State, token_B1: Tensor) -> None:
-        self.model, self.token_B1 = model, token_B1
-        self.first = _counted(state, token_B1)
-        self.state = self.first.map(torch.clone)
-
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Go back to the state at the start."""
-        self._write(self.first)
-
-    @torch.no_grad()
-    def step(self) -> Tensor:
-        """Read the token and return the logits `[B, 1, V]`."""
-        logits_B1V, after = self.model(self.token_B1, self.state)
-        self._write(after)
-        return logits_B1V
-
-    def _write(self, state: State) -> None:
-        for place, value in zip(_tensors(self.state), _tensors(state), strict=True):
-            if place.shape != value.shape:
-                raise ValueError(f"a state of constant shape is needed, got {[*place.shape]}, then {[*value.shape]}")
-            place.copy_(value)
-
-
-def _counted(state: State, token_B1: Tensor) -> State:
-    """Return the state with its counts of tokens as tensors `[B]`, which a graph can change."""
-    entries: dict[str, Tensor | int | State] = {}
-    for name, entry in state.entries.items():
-        if isinstance(entry, State):
-            entries[name] = _counted(entry, token_B1)
-        else:
-            entries[name] = torch.full_like(token_B1[:, 0], entry) if isinstance(entry, int) else entry
-    return State(entries, state.config_hash)
-
-
-def _tensors(state: State) -> list[Tensor]:
-    found: list[Tensor] = []
-    state.map(lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
-    return found
-
-
-def captured(config: DecodeConfig, model: Decoder, plain: Read) -> Read:
-    """Return the step replayed from a CUDA graph. Raises `ValueError` if its logits aren't those of the call."""
-    place = InPlace(model, plain.begin(), tokens_of(config, 1))
-    wanted = [place.step().clone() for _ in range(3)]  # compiles, and is what a capture must repeat
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        place.step()
-    torch.cuda.current_stream().wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits_B1V = place.step()
-    place.begin()
-    for number, expected in enumerate(wanted):
-        graph.replay()
-        if not torch.equal(logits_B1V, expected):
-            raise ValueError(f"the graph's logits of token {number + 1} aren't those of the call")
-    return Read(place.begin, lambda _: graph.replay(), place.state.nbytes)
+    return slots, begin

@@ -147,7 +147,7 @@ def cells(what: str) -> Iterator[Cell]:
     else:
         for name, least in STEPS.items():
             for tokens in (64, 4096, 32768):
-                found = partial(_value, name, tokens, "token", "over_transformers", form="call")
+                found = partial(_value, name, tokens, "token", "over_transformers", form="recorded")
                 yield Cell(name, f"after {tokens:,}", found, least if tokens == 64 else None)
             found = partial(_value, name, 64, "token", "over_transformers", form="compiled")
             yield Cell(name, "compiled, after 64", found, COMPILED)
@@ -273,12 +273,12 @@ def _over(ours: str, theirs: str, tokens: int, which: str, report: Report | None
 
 
 def _flat(name: str, report: Report) -> Found:
-    short, long = (_row(report, name, tokens, "token", form="call") for tokens in (64, 32768))
+    short, long = (_row(report, name, tokens, "token", form="recorded") for tokens in (64, 32768))
     return _quotient(long, short)
 
 
 def _by_hand(name: str, report: Report) -> Found:
-    ours, floor = _row(report, name, 64, "token", form="call"), _row(report, f"by hand: {name}", 64, "token")
+    ours, floor = _row(report, name, 64, "token", form="recorded"), _row(report, f"by hand: {name}", 64, "token")
     return _quotient(ours, floor)
 
 

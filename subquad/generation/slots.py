@@ -56,7 +56,17 @@ class FixedSlots:
 
     def step(self, tokens: list[int]) -> Tensor:
         """Read one token in each slot (any in empty ones) in one forward pass; return the next logits, `[B, V]`."""
-        tokens_B1 = torch.tensor(tokens, dtype=torch.long, device=self._device)[:, None]
+        return self._read(torch.tensor(tokens, dtype=torch.long, device=self._device)[:, None])
+
+    def step_in_place(self, tokens_B1: Tensor) -> Tensor:
+        """Step with tokens `[B, 1]` on the device; the state keeps its tensors, so that a CUDA graph can replay it."""
+        places = self._tensors
+        logits_BV = self._read(tokens_B1)
+        _write(places, self._tensors)
+        self._tensors = places
+        return logits_BV
+
+    def _read(self, tokens_B1: Tensor) -> Tensor:
         autocast = torch.is_autocast_enabled(self._device.type)
         if autocast not in self._steps:
             graph = record(self._forward, tokens_B1, self._active_B, joined(self._like, self._tensors))
@@ -85,8 +95,14 @@ class FixedSlots:
 
     def _put(self, slot: int, state: State, active: int) -> None:
         batch = joined(self._like, self._tensors)
-        self._tensors = split(put(batch, torch.tensor([slot], device=self._device), state))
+        _write(self._tensors, split(put(batch, torch.tensor([slot], device=self._device), state)))
         self._active_B[slot] = active
+
+
+def _write(places: list[Tensor], values: list[Tensor]) -> None:
+    for place, value in zip(places, values, strict=True):
+        if value is not place:
+            place.copy_(value)
 
 
 class LooseSlots:

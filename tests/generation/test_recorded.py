@@ -41,6 +41,22 @@ def test_a_step_is_recorded_once_and_changed_weights_count():
         assert len(fixed._steps) == 1
 
 
+@pytest.mark.parametrize("name", ["latte", "llp", "full"])
+def test_a_step_in_place_keeps_every_tensor_where_it_was(name):
+    """Such a step can be captured in a CUDA graph."""
+    model = make(name)
+    usual, in_place = FixedSlots(model, 2, 20), FixedSlots(model, 2, 20)
+    with torch.no_grad():
+        places = [x.data_ptr() for x in in_place._tensors]
+        for token in range(9):
+            if token == 5:
+                for fixed in (usual, in_place):
+                    fixed.insert(1, model.hidden(torch.tensor([[3, 4]]))[1])
+            tokens_21 = torch.tensor([[token], [token]])
+            assert_exact(in_place.step_in_place(tokens_21), usual.step([token, token]))
+        assert places == [x.data_ptr() for x in in_place._tensors]
+
+
 @pytest.mark.parametrize("seen", [1, 5, 7, 8, 9, 30])
 @pytest.mark.parametrize(("name", "options"), [("window", {"width": 8}), ("llp", {"segment": 8}), ("full", {})])
 def test_a_ring_holds_what_the_cache_holds(name, options, seen):
