@@ -81,7 +81,7 @@ def test_every_aim_of_layers_models_and_decoding_finds_its_row(make):
                  for tokens in (2048, 8192) for which in ("step", "prefill")]  # fmt: skip
         for tokens in (64, 4096, 32768):
             for form, named, seconds in (
-                ("call", name, 4.0),
+                ("recorded", name, 4.0),
                 ("compiled", name, 1.0),
                 ("by hand", f"by hand: {name}", 3.0),
             ):
