@@ -38,7 +38,7 @@ from subquad.attention.scanned import (
     softmax_state,
     widened,
 )
-from subquad.ops import running_logsumexp, running_softmax
+from subquad.ops import gated_mean
 from subquad.ops.counting import has_data
 from subquad.state import State
 
@@ -95,16 +95,16 @@ class Elita(ScannedAttention):
         self.warned = False
 
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """Mix by the running softmax of one latent, then by the gate."""
+        """Mix by the gate between the running softmax of one latent and the token itself."""
         tokens, v_BHTV = x_BTD.shape[1], self.values(x_BTD)
         key_BHT1, gate_BHT1 = self.logits(x_BTD, self.start(state, tokens))
         state = self.softmaxes_to_here(state, key_BHT1, v_BHTV)
         seen, mask, before = seen_after(state, tokens, lengths_B), real_mask(lengths_B, tokens), softmax_state(state)
         self.warn_beyond_horizon(seen, x_BTD)
-        gate_BHT1 = gate_BHT1 + running_logsumexp(key_BHT1, state=None if before is None else before.lse, mask=mask)
-        shares = torch.cat([gate_BHT1.sigmoid(), (-gate_BHT1).sigmoid()], -1)
-        past_BHT1, own_BHT1 = F.dropout(shares, self.config.dropout, self.training).split(1, -1)
-        y = running_softmax(past_BHT1, key_BHT1, v_BHTV, own=own_BHT1, state=before, mask=mask)
+        factors = None
+        if self.training and self.config.dropout:
+            factors = F.dropout(key_BHT1.new_ones(*key_BHT1.shape[:3], 2), self.config.dropout)
+        y = gated_mean(gate_BHT1, key_BHT1, v_BHTV, factors=factors, state=before, mask=mask)
         return self.merge(y.out), State({"seen": seen, "lse": y.state.lse, "mean": y.state.mean}, self.config_hash)
 
     def logits(self, x_BTD: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:

@@ -108,11 +108,7 @@ def running_softmax(
     tensors = [p_BHTL, logits_BHTL, v_BHTV] + ([] if own is None else [own])
     wide, sizes = wide_of(*tensors), {"latents": (L, MOST_LATENTS), "value channels": (V, MOST_CHANNELS)}
     name = choose_for("running_softmax", backend, tensors, sizes)
-    if state is not None and (state[0].shape != (B, H, L) or state[1].shape != (B, H, L, V)):
-        shapes = tuple(state[0].shape), tuple(state[1].shape)
-        raise ValueError(f"state must have shapes {(B, H, L)} and {(B, H, L, V)}, got {shapes[0]} and {shapes[1]}")
-    if mask is not None:
-        check_mask(mask, B, T)
+    check_rest(state, mask, (B, H, L, V), T)
     start = None if state is None else state[0]
     if name == "triton":
         from subquad.ops._triton import common, softmax
@@ -143,6 +139,65 @@ def running_softmax(
     if lse is not None:
         return SoftmaxOutput(out, SoftmaxState(a, s), lse=lse.unflatten(0, (B, H)))
     return SoftmaxOutput(out, SoftmaxState(a, s), logits=k.unflatten(0, (B, H)), start=start)
+
+
+@without_autocast
+def gated_mean(
+    gate_BHT1: Tensor,
+    logits_BHT1: Tensor,
+    v_BHTV: Tensor,
+    /,
+    *,
+    factors: Tensor | None = None,
+    state: SoftmaxState | tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
+    chunk_size: int | None = None,
+    backend: str | None = None,
+) -> SoftmaxOutput:
+    """`y_t = g_t mu_t + (1 - g_t) v_t`, `g_t = sigmoid(gate_t + lse_t)`: the past gated against the token (ELiTA).
+
+    mu_t is the mean of v_s with the weights `softmax_{s <= t}(logits_s)`, lse_t the running logsumexp of the logits.
+
+    Args:
+        gate_BHT1: the gate's logit beside lse_t.
+        logits_BHT1: key logits of any size (+-1e4 and beyond).
+        v_BHTV: values.
+        factors: `[B, H, T, 2]`, multiplies g_t and 1 - g_t (dropout); taken as a constant.
+        state, mask, chunk_size, backend: as in `running_softmax`. `triton` takes three launches, or one for a token.
+
+    Raises `ValueError` and `TypeError` for invalid shapes and options.
+    """
+    B, H, T, V = check_inputs(("gate", gate_BHT1), ("logits", logits_BHT1), ("v", v_BHTV))
+    for name, x, channels in (("gate", gate_BHT1, 1), ("logits", logits_BHT1, 1), ("factors", factors, 2)):
+        if x is not None and x.shape != (B, H, T, channels):
+            raise ValueError(f"{name} must have shape {(B, H, T, channels)}, got {tuple(x.shape)}")
+    factors = None if factors is None else factors.detach()
+    tensors = [gate_BHT1, logits_BHT1, v_BHTV]
+    if choose_for("gated_mean", backend, tensors, {"value channels": (V, MOST_CHANNELS)}) == "triton":
+        from subquad.ops._triton import gated_mean as kernels
+
+        check_rest(state, mask, (B, H, 1, V), T)
+        out, *after = kernels.gated_mean(*tensors, factors, state, mask)
+        start = None if state is None else state[0]
+        return SoftmaxOutput(out, SoftmaxState(*after), logits=logits_BHT1, start=start, mask=mask)
+    lse_BHT1 = running_logsumexp(logits_BHT1, state=None if state is None else state[0], mask=mask)
+    s_BHT1 = gate_BHT1 + lse_BHT1
+    shares_BHT2 = torch.cat([s_BHT1.sigmoid(), (-s_BHT1).sigmoid()], -1)
+    past_BHT1, own_BHT1 = (shares_BHT2 if factors is None else shares_BHT2 * factors).split(1, -1)
+    return running_softmax(
+        past_BHT1, logits_BHT1, v_BHTV, own=own_BHT1, state=state, mask=mask, chunk_size=chunk_size, backend=backend
+    )
+
+
+def check_rest(
+    state: SoftmaxState | tuple[Tensor, Tensor] | None, mask: Tensor | None, shape: tuple[int, ...], tokens: int
+) -> None:
+    """Raise unless the state fits a mean of `shape`, `[B, H, L, V]`, and the mask is `[B, T]`."""
+    if state is not None and (state[0].shape != shape[:3] or state[1].shape != shape):
+        shapes = tuple(state[0].shape), tuple(state[1].shape)
+        raise ValueError(f"state must have shapes {shape[:3]} and {shape}, got {shapes[0]} and {shapes[1]}")
+    if mask is not None:
+        check_mask(mask, shape[0], tokens)
 
 
 @without_autocast
