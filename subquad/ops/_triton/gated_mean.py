@@ -20,13 +20,14 @@ from subquad.ops._triton import common
 from subquad.ops._triton import gated_mean_kernels as kernels
 from subquad.ops._triton.softmax import PRECISIONS, contiguous, empty_like
 
-BLOCK = 64
-FLOAT32_BLOCK = 32
+BLOCK = 32
+FLOAT32_BLOCK = 16
 """Tokens per block; in float32 products don't run on tensor cores, and their number grows with the block."""
-TILE = 64
-"""Most value channels per tile."""
-ENTRIES = 4096
-"""Entries of a tile of blocks' sums, so that it fits into registers."""
+TILE = 32
+"""Most value channels per tile, so that operands fit into the registers of one warp."""
+STATE_TILE = 16
+STATE_BLOCKS = 64
+"""Value channels and blocks per tile of the passes over blocks."""
 
 
 class Inputs(NamedTuple):
@@ -76,15 +77,16 @@ class Inputs(NamedTuple):
             V=V,
             VALUES=min(common.tile(V), TILE),
             CHUNK=self.block,
+            num_warps=1,
             ALIGNED=V % 16 == 0 and not any(stride % 16 for stride in common.strides(*rows)),
             **{name: constants[name] for name in dots.split()},
         )
 
-    def sizes(self) -> dict[str, int]:
-        """Return the constants of the passes over blocks."""
-        V = self.v.shape[3]
-        wide = common.tile(V)
-        return {"V": V, "WIDE": wide, "ROWS": max(common.LEAST_TILE, min(64, ENTRIES // wide))}
+    def launch_states(self, kernel: Any, *arguments: Tensor | None) -> None:
+        """Launch a program for each head and tile of channels, which passes over the blocks."""
+        B, H, _, V = self.v.shape
+        grid = B * H, triton.cdiv(V, STATE_TILE)
+        common.launch(kernel, grid, *arguments, self.blocks, V=V, VALUES=STATE_TILE, ROWS=STATE_BLOCKS)
 
 
 class Results(NamedTuple):
@@ -173,8 +175,7 @@ def gated_mean_op(
         sums = Results.of(given, save=True)[3:]
         starts = starts if save else list(Results.of(given, save=True)[3:])
         given.launch(kernels.block_sums, k, v, mask, *sums, columns=(k,), rows=(v,))
-        arguments = lse, mean, *sums, *starts, end_lse, end_mean, given.blocks
-        common.launch(kernels.block_starts, (B * H,), *arguments, **given.sizes())
+        given.launch_states(kernels.block_starts, lse, mean, *sums, *starts, end_lse, end_mean)
         given.launch(
             kernels.outputs, *(gate, k, v, factors, mask, *starts, out),
             columns=(gate, k), rows=(v, out), dots="DOT PRECISION",
@@ -222,11 +223,10 @@ def gated_mean_backward_op(
         kernels.row_gradients, *(*shared, u_NSV, dgate, x, r_sums, x_sums),
         columns=(gate, k), rows=(v, do), dots="DOT PRECISION",
     )  # fmt: skip
-    ends = dend_lse, dend_mean, end_lse_BH1, end_mean_BH1V, lse, mean
-    arguments = *ends, m_NS, r_sums, x_sums, r_ends, x_ends, dlse, dmean, given.blocks
-    common.launch(kernels.block_ends, (v.shape[:2].numel(),), *arguments, **given.sizes())
+    ends = dend_lse, dend_mean, end_lse_BH1, end_mean_BH1V
+    given.launch_states(kernels.block_ends, *ends, lse, m_NS, r_sums, x_sums, r_ends, x_ends, dlse, dmean)
     given.launch(
-        kernels.token_gradients, *(*shared, x, r_ends, x_ends, dk, dv),
+        kernels.token_gradients, *(*shared, x, r_ends, x_ends, mean, dmean, dlse, dk, dv),
         columns=(gate, k), rows=(v, do, dv), dots="DOT WIDE PRECISION",
     )  # fmt: skip
     return gradients

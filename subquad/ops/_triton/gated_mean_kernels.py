@@ -48,12 +48,30 @@ def read_logits(k, t_C, k_t, real_C):
 
 
 @triton.jit
-def weights(k_C, m, z):
-    """Return `W_ij = exp(k_j - M_i)`, zero for j > i, then M and Z of the rows, and `exp(m - M_i)`."""
+def merged(m_1, z_1, m_2, z_2):
+    """Return m and z of two sets of tokens together."""
+    m = tl.maximum(m_1, m_2)
+    return m, z_1 * tl.exp(m_1 - m) + z_2 * tl.exp(m_2 - m)
+
+
+@triton.jit
+def weights(k_C, sums_C, m, z):
+    """Return `W_ij = exp(k_j - M_i)`, zero for j > i, then M and Z of the rows, and `exp(m - M_i)`.
+
+    Rows are tokens, or blocks with their own maxima k and sums.
+    """
+    # A scan over rows: maxima and sums of the matrix would take one reduction a row.
+    own_C, sum_C = tl.associative_scan((tl.maximum(k_C, EMPTY), sums_C), 0, merged)
+    top_C = tl.maximum(own_C, m)
+    carry_C = tl.exp(m - top_C)
     k_CC = tl.where(past_rows(k_C.shape[0]), k_C[None, :], MINUS_INFINITY)
-    top_C = tl.maximum(tl.max(k_CC, 1), m)
-    w_CC, carry_C = tl.exp(k_CC - top_C[:, None]), tl.exp(m - top_C)
-    return w_CC, top_C, tl.sum(w_CC, 1) + carry_C * z, carry_C
+    return tl.exp(k_CC - top_C[:, None]), top_C, sum_C * tl.exp(own_C - top_C) + carry_C * z, carry_C
+
+
+@triton.jit
+def token_weights(k_C, m, z):
+    """Return the weights of tokens with these logits."""
+    return weights(k_C, tl.where(k_C > EMPTY, 1.0, 0.0), m, z)
 
 
 @triton.jit
@@ -110,43 +128,43 @@ def block_sums(
 def block_starts(
     lse, mean, m_sums, z_sums, u_sums, m_out, z_out, u_out, end_lse, end_mean,
     segments,
-    V: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    V: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute m (of one more), z and U before every block from the initial state and the blocks' sums, and the end's.
 
     A tile of blocks at a time is a matrix of weights like that of a block's tokens: few dependent loads at any length.
     """
-    n, r_R, v_V = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, WIDE)
-    here_V = v_V < V
-    earlier_RR = r_R[None, :] < r_R[:, None]
-    m, z, u_V = tl.full([], EMPTY, tl.float32), tl.full([], 1.0, tl.float64), tl.zeros([WIDE], tl.float32)
+    n, r_R, v_V = tl.program_id(0), tl.arange(0, ROWS), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    here_V, once = v_V < V, tl.program_id(1) == 0
+    m, z, u_V = tl.full([], EMPTY, tl.float32), tl.full([], 1.0, tl.float64), tl.zeros([VALUES], tl.float32)
     if lse is not None:
         a = tl.load(lse + n)
         m = a.to(tl.float32)  # what rounding loses goes into z
         z = tl.exp((a - m.to(tl.float64)).to(tl.float32)).to(tl.float64)
         u_V = tl.load(mean + n.to(tl.int64) * V + v_V, mask=here_V, other=0.0).to(tl.float32) * z.to(tl.float32)
     base = n.to(tl.int64) * segments
+    tl.store(m_out + base + n, m, mask=once)
+    tl.store(z_out + base, z.to(tl.float32), mask=once)
+    tl.store(u_out + base * V + v_V, u_V, mask=here_V)
     for first in range(0, segments, ROWS):
         b_R = first + r_R
-        here_R = b_R < segments
-        at_RV, here_RV = (base + b_R)[:, None] * V + v_V[None, :], here_R[:, None] & here_V[None, :]
+        here_R, next_R = b_R < segments, b_R + 1 < segments
+        at_RV = (base + b_R)[:, None] * V + v_V[None, :]
         m_R = tl.load(m_sums + base + b_R, mask=here_R, other=MINUS_INFINITY)
         z_R = tl.load(z_sums + base + b_R, mask=here_R, other=0.0)
-        u_RV = tl.load(u_sums + at_RV, mask=here_RV, other=0.0)
-        m_RR = tl.where(earlier_RR, m_R[None, :], MINUS_INFINITY)
-        top_R = tl.maximum(tl.max(m_RR, 1), m)
-        w_RR, carry_R = tl.exp(m_RR - top_R[:, None]), tl.exp(m - top_R)
-        tl.store(m_out + base + n + b_R, top_R, mask=here_R)
-        tl.store(z_out + base + b_R, tl.sum(w_RR * z_R[None, :], 1) + carry_R * z.to(tl.float32), mask=here_R)
-        tl.store(u_out + at_RV, dot(w_RR, u_RV, tl.float32, "ieee") + carry_R[:, None] * u_V[None, :], mask=here_RV)
-        top = tl.maximum(tl.max(m_R, 0), m)
+        u_RV = tl.load(u_sums + at_RV, mask=here_R[:, None] & here_V[None, :], other=0.0)
+        w_RR, top_R, after_R, carry_R = weights(m_R, z_R, m, z.to(tl.float32))
+        tl.store(m_out + base + n + b_R + 1, top_R, mask=here_R & once)
+        tl.store(z_out + base + b_R + 1, after_R, mask=next_R & once)
+        after_RV = dot(w_RR, u_RV, tl.float32, "ieee") + carry_R[:, None] * u_V[None, :]
+        tl.store(u_out + at_RV + V, after_RV, mask=next_R[:, None] & here_V[None, :])
+        top = tl.max(top_R, 0)
         take_R, keep = tl.exp(m_R - top), tl.exp(m - top)
         # float64: in float32 z would stop growing if a short call continues a long past.
         z = z * keep.to(tl.float64) + tl.sum(take_R * z_R, 0).to(tl.float64)
         u_V = u_V * keep + tl.sum(take_R[:, None] * u_RV, 0)
         m = top
-    tl.store(m_out + base + n + segments, m)
-    tl.store(end_lse + n, m.to(tl.float64) + tl.log(z))
+    tl.store(end_lse + n, m.to(tl.float64) + tl.log(z), mask=once)
     tl.store(end_mean + n.to(tl.int64) * V + v_V, u_V / z.to(tl.float32), mask=here_V)
 
 
@@ -164,7 +182,7 @@ def outputs(
     v, out = head(v, n, heads, v_b, v_h, ALIGNED), head(out, n, heads, out_b, out_h, ALIGNED)
     t_C = block * CHUNK + tl.arange(0, CHUNK)
     real_C = real_rows(mask, n, heads, t_C, tokens)
-    w_CC, top_C, z_C, carry_C = weights(read_logits(k, t_C, k_t, real_C), tl.load(m + at + n), tl.load(z + at))
+    w_CC, top_C, z_C, carry_C = token_weights(read_logits(k, t_C, k_t, real_C), tl.load(m + at + n), tl.load(z + at))
     g_C, h_C, g_factor_C, h_factor_C = shares(gate, factors_of(factors, n, tokens), t_C, gate_t, real_C, top_C, z_C)
     g_C, h_C = g_C * g_factor_C / z_C, h_C * h_factor_C
     for first in range(0, V, VALUES):
@@ -190,7 +208,7 @@ def row_gradients(
     rows_C = tl.arange(0, CHUNK)
     t_C = block * CHUNK + rows_C
     real_C = real_rows(mask, n, heads, t_C, tokens)
-    w_CC, top_C, z_C, carry_C = weights(read_logits(k, t_C, k_t, real_C), tl.load(m + at + n), tl.load(z + at))
+    w_CC, top_C, z_C, carry_C = token_weights(read_logits(k, t_C, k_t, real_C), tl.load(m + at + n), tl.load(z + at))
     g_C, h_C, g_factor_C, h_factor_C = shares(gate, factors_of(factors, n, tokens), t_C, gate_t, real_C, top_C, z_C)
     r_C = g_C * g_factor_C * carry_C / z_C
     G_CC, past_C = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
@@ -213,30 +231,33 @@ def row_gradients(
 
 @triton.jit(do_not_specialize=VARYING)
 def block_ends(
-    dend_lse, dend_mean, end_lse, end_mean, lse, mean, m, r_sums, x_sums, r_out, x_out, dlse, dmean,
+    dend_lse, dend_mean, end_lse, end_mean, lse, m, r_sums, x_sums, r_out, x_out, dlse, dmean,
     segments,
-    V: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    V: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute R and X after every block from the final state's gradients and the blocks' R and X, and the initial
-    state's gradients.
+    """Compute R and X after every block from the final state's gradients and the blocks' R and X.
+
+    The initial mean's gradient is R before all blocks; the initial lse's still lacks its product with the mean.
     """
-    n, r_R, v_V = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, WIDE)
-    here_V = v_V < V
+    n, r_R, v_V = tl.program_id(0), tl.arange(0, ROWS), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    here_V, once = v_V < V, tl.program_id(1) == 0
     later_RR = r_R[None, :] > r_R[:, None]
-    base, at_V = n.to(tl.int64) * segments, n.to(tl.int64) * V + v_V
+    base, at_n = n.to(tl.int64) * segments, n.to(tl.int64) * V
     m += base + n
     top = tl.load(m + segments)
     z = tl.exp((tl.load(end_lse + n) - top.to(tl.float64)).to(tl.float32))
-    r_V, x = tl.zeros([WIDE], tl.float32), tl.full([], 0.0, tl.float32)
+    r_V, x = tl.zeros([VALUES], tl.float32), tl.full([], 0.0, tl.float32)
     if dend_mean is not None:
-        r_V = tl.load(dend_mean + at_V, mask=here_V, other=0.0) / z
-        x = tl.sum(r_V * tl.load(end_mean + at_V, mask=here_V, other=0.0), 0)
+        r_V = tl.load(dend_mean + at_n + v_V, mask=here_V, other=0.0) / z
+        for first in range(0, V, VALUES):
+            all_V = first + tl.arange(0, VALUES)
+            dmean_V = tl.load(dend_mean + at_n + all_V, mask=all_V < V, other=0.0) / z
+            x += tl.sum(dmean_V * tl.load(end_mean + at_n + all_V, mask=all_V < V, other=0.0), 0)
     if dend_lse is not None:
         x -= tl.load(dend_lse + n).to(tl.float32) / z
     tiles = tl.cdiv(segments, ROWS)
     for back in range(tiles):
-        first = (tiles - 1 - back) * ROWS
-        b_R = first + r_R
+        b_R = (tiles - 1 - back) * ROWS + r_R
         here_R = b_R < segments
         at_RV, here_RV = (base + b_R)[:, None] * V + v_V[None, :], here_R[:, None] & here_V[None, :]
         m_R = tl.load(m + b_R, mask=here_R, other=EMPTY)
@@ -246,27 +267,26 @@ def block_ends(
         w_RR = tl.exp(tl.where(later_RR & here_R[None, :], next_R[:, None] - m_R[None, :], MINUS_INFINITY))
         carry_R = tl.exp(next_R - top)
         tl.store(r_out + at_RV, dot(w_RR, own_RV, tl.float32, "ieee") + carry_R[:, None] * r_V[None, :], mask=here_RV)
-        tl.store(x_out + base + b_R, tl.sum(w_RR * x_R[None, :], 1) + carry_R * x, mask=here_R)
-        start = tl.load(m + first)
+        tl.store(x_out + base + b_R, tl.sum(w_RR * x_R[None, :], 1) + carry_R * x, mask=here_R & once)
+        start = tl.load(m + (tiles - 1 - back) * ROWS)
         take_R, keep = tl.exp(tl.where(here_R, start - m_R, MINUS_INFINITY)), tl.exp(start - top)
         r_V = r_V * keep + tl.sum(take_R[:, None] * own_RV, 0)
         x = x * keep + tl.sum(take_R * x_R, 0)
         top = start
     if lse is not None:
         z = tl.exp((tl.load(lse + n) - top.to(tl.float64)).to(tl.float32))
-        mean_V = tl.load(mean + at_V, mask=here_V, other=0.0).to(tl.float32)
-        tl.store(dmean + at_V, r_V * z, mask=here_V)
-        tl.store(dlse + n, ((tl.sum(mean_V * r_V, 0) - x) * z).to(tl.float64))
+        tl.store(dmean + at_n + v_V, r_V * z, mask=here_V)
+        tl.store(dlse + n, (-x * z).to(tl.float64), mask=once)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def token_gradients(
-    gate, k, v, do, factors, mask, m, z, x_in, r, x, dk, dv,
+    gate, k, v, do, factors, mask, m, z, x_in, r, x, mean, dmean, dlse, dk, dv,
     tokens, heads, segments, gate_b, gate_h, gate_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dv_b, dv_h, dv_t,
     V: tl.constexpr, VALUES: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr,
     DOT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of one block's tokens."""
+    """Compute dk and dv of one block's tokens; the first block completes the initial lse's gradient."""
     at = tl.program_id(0).to(tl.int64)
     n, block = tl.program_id(0) // segments, tl.program_id(0) % segments
     gate, k = head(gate, n, heads, gate_b, gate_h, False), head(k, n, heads, k_b, k_h, False)
@@ -275,7 +295,7 @@ def token_gradients(
     t_C = block * CHUNK + tl.arange(0, CHUNK)
     real_C = real_rows(mask, n, heads, t_C, tokens)
     k_C = read_logits(k, t_C, k_t, real_C)
-    w_CC, top_C, z_C, _ = weights(k_C, tl.load(m + at + n), tl.load(z + at))
+    w_CC, top_C, z_C, _ = token_weights(k_C, tl.load(m + at + n), tl.load(z + at))
     g_C, h_C, g_factor_C, h_factor_C = shares(gate, factors_of(factors, n, tokens), t_C, gate_t, real_C, top_C, z_C)
     q_C, h_C = g_C * g_factor_C / z_C, h_C * h_factor_C
     x_C = read_column(x_in + n.to(tl.int64) * tokens, t_C, 1, real_C)
@@ -292,6 +312,14 @@ def token_gradients(
         write(dv, dv_CV + h_C[:, None] * do_CV.to(tl.float32), t_C, dv_t, v_V, tokens, V)
     dk_C = tl.sum(w_CC * (G_CC * q_C[:, None] - x_C[:, None]), 0) + end_C * (ahead_C - tl.load(x + at))
     write_column(dk + n.to(tl.int64) * tokens, dk_C, t_C, t_C < tokens)
+    if block == 0 and mean is not None:
+        share = tl.load(dlse + n)
+        for first in range(0, V, VALUES):
+            v_V = first + tl.arange(0, VALUES)
+            mean_V = tl.load(mean + n.to(tl.int64) * V + v_V, mask=v_V < V, other=0.0).to(tl.float32)
+            dmean_V = tl.load(dmean + n.to(tl.int64) * V + v_V, mask=v_V < V, other=0.0)
+            share += tl.sum(mean_V * dmean_V, 0).to(tl.float64)
+        tl.store(dlse + n, share)
 
 
 @triton.jit(do_not_specialize=VARYING)
