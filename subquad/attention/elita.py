@@ -38,8 +38,8 @@ from subquad.attention.scanned import (
     softmax_state,
     widened,
 )
-from subquad.ops import gated_mean
 from subquad.ops.counting import has_data
+from subquad.ops.softmax import gated_mean
 from subquad.state import State
 
 logger = logging.getLogger(__name__)

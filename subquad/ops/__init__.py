@@ -4,7 +4,7 @@ from subquad.ops import patterns
 from subquad.ops.attend import block_attention, block_attention_with_lse, merge_attention
 from subquad.ops.loss import linear_cross_entropy
 from subquad.ops.scan import ScanOutput, gated_scan
-from subquad.ops.softmax import SoftmaxOutput, SoftmaxState, gated_mean, running_logsumexp, running_softmax
+from subquad.ops.softmax import SoftmaxOutput, SoftmaxState, running_logsumexp, running_softmax
 
 __all__ = [
     "ScanOutput",
@@ -12,7 +12,6 @@ __all__ = [
     "SoftmaxState",
     "block_attention",
     "block_attention_with_lse",
-    "gated_mean",
     "gated_scan",
     "linear_cross_entropy",
     "merge_attention",

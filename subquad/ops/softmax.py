@@ -168,12 +168,13 @@ def gated_mean(
     Raises `ValueError` and `TypeError` for invalid shapes and options.
     """
     B, H, T, V = check_inputs(("gate", gate_BHT1), ("logits", logits_BHT1), ("v", v_BHTV))
-    for name, x, channels in (("gate", gate_BHT1, 1), ("logits", logits_BHT1, 1), ("factors", factors, 2)):
+    for what, x, channels in (("gate", gate_BHT1, 1), ("logits", logits_BHT1, 1), ("factors", factors, 2)):
         if x is not None and x.shape != (B, H, T, channels):
-            raise ValueError(f"{name} must have shape {(B, H, T, channels)}, got {tuple(x.shape)}")
+            raise ValueError(f"{what} must have shape {(B, H, T, channels)}, got {tuple(x.shape)}")
     factors = None if factors is None else factors.detach()
     tensors = [gate_BHT1, logits_BHT1, v_BHTV]
-    if choose_for("gated_mean", backend, tensors, {"value channels": (V, MOST_CHANNELS)}) == "triton":
+    name = choose_for("gated_mean", backend, tensors, {"value channels": (V, MOST_CHANNELS)})
+    if name == "triton":
         from subquad.ops._triton import gated_mean as kernels
 
         check_rest(state, mask, (B, H, 1, V), T)
@@ -184,9 +185,8 @@ def gated_mean(
     s_BHT1 = gate_BHT1 + lse_BHT1
     shares_BHT2 = torch.cat([s_BHT1.sigmoid(), (-s_BHT1).sigmoid()], -1)
     past_BHT1, own_BHT1 = (shares_BHT2 if factors is None else shares_BHT2 * factors).split(1, -1)
-    return running_softmax(
-        past_BHT1, logits_BHT1, v_BHTV, own=own_BHT1, state=state, mask=mask, chunk_size=chunk_size, backend=backend
-    )
+    options = {"state": state, "mask": mask, "chunk_size": chunk_size, "backend": name}
+    return running_softmax(past_BHT1, logits_BHT1, v_BHTV, own=own_BHT1, **options)
 
 
 def check_rest(

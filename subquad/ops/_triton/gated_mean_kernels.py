@@ -335,7 +335,8 @@ def decode(
     real = n >= 0
     if mask is not None:
         real = tl.load(mask + n // heads) != 0
-    k_1 = tl.load(head(k, n, heads, k_b, k_h, False), mask=real, other=EMPTY).to(tl.float64)
+    k_1 = tl.load(head(k, n, heads, k_b, k_h, False), mask=real, other=0.0).to(tl.float64)
+    k_1 = tl.where(real, k_1, EMPTY)
     s = tl.load(head(gate, n, heads, gate_b, gate_h, False), mask=real, other=0.0).to(tl.float32)
     v_V1 = tl.load(v + v_V, mask=(v_V < V) & real, other=0.0).to(tl.float32)
     a, mean_V = tl.full([], EMPTY, tl.float64), tl.zeros([VALUES], tl.float32)
