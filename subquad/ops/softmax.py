@@ -178,15 +178,16 @@ def gated_mean(
         from subquad.ops._triton import gated_mean as kernels
 
         check_rest(state, mask, (B, H, 1, V), T)
-        out, *after = kernels.gated_mean(*tensors, factors, state, mask)
+        out, *after = kernels.gated_mean(gate_BHT1, logits_BHT1, v_BHTV, factors, state, mask)
         start = None if state is None else state[0]
         return SoftmaxOutput(out, SoftmaxState(*after), logits=logits_BHT1, start=start, mask=mask)
     lse_BHT1 = running_logsumexp(logits_BHT1, state=None if state is None else state[0], mask=mask)
     s_BHT1 = gate_BHT1 + lse_BHT1
     shares_BHT2 = torch.cat([s_BHT1.sigmoid(), (-s_BHT1).sigmoid()], -1)
     past_BHT1, own_BHT1 = (shares_BHT2 if factors is None else shares_BHT2 * factors).split(1, -1)
-    options = {"state": state, "mask": mask, "chunk_size": chunk_size, "backend": name}
-    return running_softmax(past_BHT1, logits_BHT1, v_BHTV, own=own_BHT1, **options)
+    return running_softmax(
+        past_BHT1, logits_BHT1, v_BHTV, own=own_BHT1, state=state, mask=mask, chunk_size=chunk_size, backend=name
+    )
 
 
 def check_rest(

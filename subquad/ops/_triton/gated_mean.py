@@ -56,6 +56,13 @@ class Inputs(NamedTuple):
         """Number of blocks."""
         return triton.cdiv(self.v.shape[2], self.block)
 
+    def states(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return memory for m (of one block more), z and U of every block."""
+        B, H, _, V = self.v.shape
+        N, S = B * H, self.blocks
+        m_NS = self.v.new_empty(N, S + 1, dtype=torch.float32)
+        return m_NS, m_NS.new_empty(N, S), m_NS.new_empty(N, S, V)
+
     def launch(
         self,
         kernel: Any,
@@ -102,10 +109,8 @@ class Results(NamedTuple):
     @classmethod
     def of(cls, given: Inputs, save: bool) -> Results:
         B, H, _, V = given.v.shape
-        N, S = B * H, given.blocks
-        state = given.v.new_empty(B, H, 1, dtype=torch.float64), given.v.new_empty(B, H, 1, V, dtype=torch.float32)
-        shapes = ((N, S + 1), (N, S), (N, S, V)) if save else ((0,),) * 3
-        return cls(empty_like(given.v), *state, *(state[1].new_empty(shape) for shape in shapes))
+        lse, mean = given.v.new_empty(B, H, 1, dtype=torch.float64), given.v.new_empty(B, H, 1, V, dtype=torch.float32)
+        return cls(empty_like(given.v), lse, mean, *(given.states() if save else (mean.new_empty(0) for _ in range(3))))
 
 
 class Gradients(NamedTuple):
@@ -119,9 +124,9 @@ class Gradients(NamedTuple):
 
     @classmethod
     def of(cls, given: Inputs) -> Gradients:
-        columns = (x.new_empty(x.shape) for x in (given.gate, given.k))
-        states = (given.v.new_empty(0) if x is None else x.new_empty(x.shape) for x in (given.lse, given.mean))
-        return cls(*columns, empty_like(given.v), *states)
+        gate, k, v, *_, lse, mean = given
+        dlse, dmean = (v.new_empty(0) if x is None else x.new_empty(x.shape) for x in (lse, mean))
+        return cls(gate.new_empty(gate.shape), k.new_empty(k.shape), empty_like(v), dlse, dmean)
 
 
 def gated_mean(
@@ -172,8 +177,8 @@ def gated_mean_op(
             kernels.decode, grid, gate, k, v, mask, lse, mean, out, end_lse, end_mean, H, *strides, V=V, VALUES=values
         )
     else:
-        sums = Results.of(given, save=True)[3:]
-        starts = starts if save else list(Results.of(given, save=True)[3:])
+        sums = given.states()
+        starts = starts if save else list(given.states())
         given.launch(kernels.block_sums, k, v, mask, *sums, columns=(k,), rows=(v,))
         given.launch_states(kernels.block_starts, lse, mean, *sums, *starts, end_lse, end_mean)
         given.launch(

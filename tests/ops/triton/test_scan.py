@@ -393,7 +393,10 @@ EXTREMES = {
 @thinned(6, kind=SOFTMAXES[::-1], case=EXTREMES, dtype=LOW_PRECISION)
 def test_extreme_logits(kind, case, dtype):
     (p, k, v), _ = make(kind, T)
-    inputs = [p.to(dtype), EXTREMES[case](k).to(dtype), v.to(dtype)]
+    k = EXTREMES[case](k).to(dtype)
+    if kind == "gated mean":  # a gate that is neither open nor shut
+        p = p - k.double().logcumsumexp(2)
+    inputs = [p.to(dtype), k, v.to(dtype)]
     # Where one key takes all, the gradient of logits is a difference of equal sums over time, each rounded on its own.
     key_gradient = 5 if kind in LATENTS else 4
     results = assert_is_the_definition(kind, inputs, dtype, leave_out=key_gradient if dtype == FP32 else None)
