@@ -27,7 +27,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from subquad.attention.base import takes_options
 from subquad.attention.scanned import (
@@ -101,10 +100,8 @@ class Elita(ScannedAttention):
         state = self.softmaxes_to_here(state, key_BHT1, v_BHTV)
         seen, mask, before = seen_after(state, tokens, lengths_B), real_mask(lengths_B, tokens), softmax_state(state)
         self.warn_beyond_horizon(seen, x_BTD)
-        factors = None
-        if self.training and self.config.dropout:
-            factors = F.dropout(key_BHT1.new_ones(*key_BHT1.shape[:3], 2), self.config.dropout)
-        y = gated_mean(gate_BHT1, key_BHT1, v_BHTV, factors=factors, state=before, mask=mask)
+        dropout_p = self.config.dropout if self.training else 0.0
+        y = gated_mean(gate_BHT1, key_BHT1, v_BHTV, dropout_p=dropout_p, state=before, mask=mask)
         return self.merge(y.out), State({"seen": seen, "lse": y.state.lse, "mean": y.state.mean}, self.config_hash)
 
     def logits(self, x_BTD: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from subquad.ops import _reference as reference
 from subquad.ops._sequential import scan as sequential
@@ -148,7 +149,7 @@ def gated_mean(
     v_BHTV: Tensor,
     /,
     *,
-    factors: Tensor | None = None,
+    dropout_p: float = 0.0,
     state: SoftmaxState | tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
     chunk_size: int | None = None,
@@ -162,29 +163,29 @@ def gated_mean(
         gate_BHT1: the gate's logit beside lse_t.
         logits_BHT1: key logits of any size (+-1e4 and beyond).
         v_BHTV: values.
-        factors: `[B, H, T, 2]`, multiplies g_t and 1 - g_t (dropout); taken as a constant.
+        dropout_p: dropout of the two weights g_t and 1 - g_t.
         state, mask, chunk_size, backend: as in `running_softmax`. `triton` takes three launches, or one for a token.
 
     Raises `ValueError` and `TypeError` for invalid shapes and options.
     """
     B, H, T, V = check_inputs(("gate", gate_BHT1), ("logits", logits_BHT1), ("v", v_BHTV))
-    for what, x, channels in (("gate", gate_BHT1, 1), ("logits", logits_BHT1, 1), ("factors", factors, 2)):
-        if x is not None and x.shape != (B, H, T, channels):
-            raise ValueError(f"{what} must have shape {(B, H, T, channels)}, got {tuple(x.shape)}")
-    factors = None if factors is None else factors.detach()
+    for what, x in (("gate", gate_BHT1), ("logits", logits_BHT1)):
+        if x.shape[-1] != 1:
+            raise ValueError(f"{what} must have shape {(B, H, T, 1)}, got {tuple(x.shape)}")
     tensors = [gate_BHT1, logits_BHT1, v_BHTV]
     name = choose_for("gated_mean", backend, tensors, {"value channels": (V, MOST_CHANNELS)})
     if name == "triton":
         from subquad.ops._triton import gated_mean as kernels
 
         check_rest(state, mask, (B, H, 1, V), T)
+        factors = F.dropout(logits_BHT1.new_ones(B, H, T, 2), dropout_p) if dropout_p else None
         out, *after = kernels.gated_mean(gate_BHT1, logits_BHT1, v_BHTV, factors, state, mask)
         start = None if state is None else state[0]
         return SoftmaxOutput(out, SoftmaxState(*after), logits=logits_BHT1, start=start, mask=mask)
     lse_BHT1 = running_logsumexp(logits_BHT1, state=None if state is None else state[0], mask=mask)
     s_BHT1 = gate_BHT1 + lse_BHT1
-    shares_BHT2 = torch.cat([s_BHT1.sigmoid(), (-s_BHT1).sigmoid()], -1)
-    past_BHT1, own_BHT1 = (shares_BHT2 if factors is None else shares_BHT2 * factors).split(1, -1)
+    shares_BHT2 = F.dropout(torch.cat([s_BHT1.sigmoid(), (-s_BHT1).sigmoid()], -1), dropout_p)
+    past_BHT1, own_BHT1 = shares_BHT2.split(1, -1)
     return running_softmax(
         past_BHT1, logits_BHT1, v_BHTV, own=own_BHT1, state=state, mask=mask, chunk_size=chunk_size, backend=name
     )

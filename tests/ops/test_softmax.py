@@ -270,7 +270,6 @@ def test_inputs_that_do_not_fit_are_refused(case):
 GATED_ERRORS = {
     "gate": ({"gate": X}, r"gate must have shape \(2, 2, 5, 1\), got \(2, 2, 5, 6\)"),
     "logits": ({"logits": X}, r"logits must have shape \(2, 2, 5, 1\), got \(2, 2, 5, 6\)"),
-    "factors": ({"factors": X}, r"factors must have shape \(2, 2, 5, 2\), got \(2, 2, 5, 6\)"),
     "state": ({"state": (X[:, :, 0], X[:, :, :1])},
               r"state must have shapes \(2, 2, 1\) and \(2, 2, 1, 6\), got \(2, 2, 6\) and \(2, 2, 1, 6\)"),
 }  # fmt: skip

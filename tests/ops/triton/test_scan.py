@@ -497,18 +497,23 @@ def test_factors_of_the_two_weights(tokens):
     inputs, state = make("gated mean", tokens)
     factors = random(1, 1, tokens, 2, seed=7, dtype=FP32).sign().relu() * 1.25
 
-    def run(form):
-        def triton(gate, k, v, a, s):
-            y = ops.softmax.gated_mean(gate, k, v, factors=factors, state=(a, s), backend="triton")
-            return y.out, *y.state
+    def kernels(gate, k, v, a, s):
+        return gated_mean(gate, k, v, factors, (a, s), None)
 
-        return triton if form == "triton" else partial(plain_gated_mean, factors=factors)
+    plain = partial(plain_gated_mean, factors=factors)
+    found = [differentiated(f, [*inputs, *state]) for f in (kernels, plain)]
+    assert_all_in_budget(*found, differentiated(plain, [x.double() for x in (*inputs, *state)]), FP32)
+    assert_all_exact(kernels(*inputs, *state), found[0][:3])
 
-    found = [differentiated(run(form), x) for form, x in (("triton", [*inputs, *state]), ("plain", [*inputs, *state]))]
-    exact = differentiated(run("plain"), [x.double() for x in (*inputs, *state)])
-    assert_all_in_budget(*found, exact, FP32)
-    with torch.no_grad():  # a token with factors is none of decoding's
-        assert_all_exact(run("triton")(*inputs, *state), found[0][:3])
+
+def test_dropout_draws_a_factor_for_each_weight():
+    inputs, _ = make("gated mean", 40)
+    torch.manual_seed(0)
+    factors = torch.nn.functional.dropout(torch.ones(1, 1, 40, 2, device=DEVICE), 0.5)
+    assert factors.unique().tolist() == [0.0, 2.0]
+    torch.manual_seed(0)
+    actual = ops.softmax.gated_mean(*inputs, dropout_p=0.5, backend="triton").out
+    assert_exact(actual, gated_mean(*inputs, factors, None, None)[0])
 
 
 def test_the_gated_means_operations_keep_torchs_rules():
