@@ -82,22 +82,15 @@ def parts(x):
 
 
 @triton.jit
-def shares(gate, factors, t_C, gate_t, real_C, top_C, z_C):
-    """Return g and h of the rows, zero for a missing token, and their factors."""
+def shares(gate, factors, n, tokens, t_C, gate_t, real_C, top_C, z_C):
+    """Return g and h of the rows of head n, zero for a missing token, and their factors."""
     g_C, h_C, _ = parts(read_column(gate, t_C, gate_t, real_C) + (top_C + tl.log(z_C)))
     ones_C = tl.where(real_C, 1.0, 0.0)
     g_factor_C, h_factor_C = ones_C, ones_C
     if factors is not None:
+        factors += n.to(tl.int64) * tokens * 2
         g_factor_C, h_factor_C = read_column(factors, t_C, 2, real_C), read_column(factors + 1, t_C, 2, real_C)
     return g_C * ones_C, h_C * ones_C, g_factor_C, h_factor_C
-
-
-@triton.jit
-def factors_of(factors, n, tokens):
-    """Return the pointer to the factors of head n, None without."""
-    if factors is not None:
-        factors += n.to(tl.int64) * tokens * 2
-    return factors
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -183,7 +176,7 @@ def outputs(
     t_C = block * CHUNK + tl.arange(0, CHUNK)
     real_C = real_rows(mask, n, heads, t_C, tokens)
     w_CC, top_C, z_C, carry_C = token_weights(read_logits(k, t_C, k_t, real_C), tl.load(m + at + n), tl.load(z + at))
-    g_C, h_C, g_factor_C, h_factor_C = shares(gate, factors_of(factors, n, tokens), t_C, gate_t, real_C, top_C, z_C)
+    g_C, h_C, g_factor_C, h_factor_C = shares(gate, factors, n, tokens, t_C, gate_t, real_C, top_C, z_C)
     g_C, h_C = g_C * g_factor_C / z_C, h_C * h_factor_C
     for first in range(0, V, VALUES):
         v_V = first + tl.arange(0, VALUES)
@@ -209,7 +202,7 @@ def row_gradients(
     t_C = block * CHUNK + rows_C
     real_C = real_rows(mask, n, heads, t_C, tokens)
     w_CC, top_C, z_C, carry_C = token_weights(read_logits(k, t_C, k_t, real_C), tl.load(m + at + n), tl.load(z + at))
-    g_C, h_C, g_factor_C, h_factor_C = shares(gate, factors_of(factors, n, tokens), t_C, gate_t, real_C, top_C, z_C)
+    g_C, h_C, g_factor_C, h_factor_C = shares(gate, factors, n, tokens, t_C, gate_t, real_C, top_C, z_C)
     r_C = g_C * g_factor_C * carry_C / z_C
     G_CC, past_C = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
     for first in range(0, V, VALUES):
@@ -296,7 +289,7 @@ def token_gradients(
     real_C = real_rows(mask, n, heads, t_C, tokens)
     k_C = read_logits(k, t_C, k_t, real_C)
     w_CC, top_C, z_C, _ = token_weights(k_C, tl.load(m + at + n), tl.load(z + at))
-    g_C, h_C, g_factor_C, h_factor_C = shares(gate, factors_of(factors, n, tokens), t_C, gate_t, real_C, top_C, z_C)
+    g_C, h_C, g_factor_C, h_factor_C = shares(gate, factors, n, tokens, t_C, gate_t, real_C, top_C, z_C)
     q_C, h_C = g_C * g_factor_C / z_C, h_C * h_factor_C
     x_C = read_column(x_in + n.to(tl.int64) * tokens, t_C, 1, real_C)
     end_C = tl.exp(k_C - tl.load(m + at + n + 1))

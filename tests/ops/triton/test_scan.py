@@ -12,9 +12,8 @@ import torch
 
 from subquad import ops
 from subquad.ops._triton import common
-from subquad.ops._triton import gated_mean as gated_module
 from subquad.ops._triton import softmax as module
-from subquad.ops._triton.gated_mean import gated_mean, gated_mean_backward_op, gated_mean_op
+from subquad.ops._triton.gated_mean import gated_mean
 from subquad.ops._triton.scan import gated_scan_triton, gated_scan_triton_backward
 from subquad.ops._triton.softmax import running_softmax, running_softmax_backward_op, running_softmax_op
 from subquad.testing.tools import LOW_PRECISION, assert_exact, assert_in_budget, mask_with
@@ -472,58 +471,3 @@ def test_the_softmaxs_operations_keep_torchs_rules():
     gradients = torch.ones_like(out), torch.ones_like(lse), torch.ones_like(a_end), None
     arguments = (*gradients, *inputs, mask, a, s, a_end, s_end, *saved)
     torch.library.opcheck(running_softmax_backward_op, arguments, test_utils=ALONE)
-
-
-# The gated mean.
-
-
-def test_states_pass_from_tile_to_tile_of_blocks(monkeypatch):
-    monkeypatch.setattr(gated_module, "STATE_BLOCKS", 16)
-    inputs, state = make("gated mean", 40 if DEVICE == "cuda" else 17 * gated_module.FLOAT32_BLOCK + 3)
-    assert_is_the_definition("gated mean", [*inputs, *state], FP32, "torch")
-
-
-@pytest.mark.parametrize("tokens", [2, 90])
-def test_three_launches_and_three_backward_at_any_length(tokens, monkeypatch):
-    launched, launch = [], common.launch
-    monkeypatch.setattr(common, "launch", lambda kernel, *x, **y: launched.append(kernel) or launch(kernel, *x, **y))
-    inputs, state = make("gated mean", tokens)
-    differentiated(partial(scan, "gated mean"), [*inputs, *state])
-    assert len(launched) == 6
-
-
-@pytest.mark.parametrize("tokens", [1, 40])
-def test_factors_of_the_two_weights(tokens):
-    inputs, state = make("gated mean", tokens)
-    factors = random(1, 1, tokens, 2, seed=7, dtype=FP32).sign().relu() * 1.25
-
-    def kernels(gate, k, v, a, s):
-        return gated_mean(gate, k, v, factors, (a, s), None)
-
-    plain = partial(plain_gated_mean, factors=factors)
-    found = [differentiated(f, [*inputs, *state]) for f in (kernels, plain)]
-    assert_all_in_budget(*found, differentiated(plain, [x.double() for x in (*inputs, *state)]), FP32)
-    assert_all_exact(kernels(*inputs, *state), found[0][:3])
-
-
-def test_dropout_draws_a_factor_for_each_weight():
-    inputs, _ = make("gated mean", 40)
-    torch.manual_seed(0)
-    factors = torch.nn.functional.dropout(torch.ones(1, 1, 40, 2, device=DEVICE), 0.5)
-    assert factors.unique().tolist() == [0.0, 2.0]
-    torch.manual_seed(0)
-    actual = ops.softmax.gated_mean(*inputs, dropout_p=0.5, backend="triton").out
-    assert_exact(actual, gated_mean(*inputs, factors, None, None)[0])
-
-
-def test_the_gated_means_operations_keep_torchs_rules():
-    inputs, (a, s) = make("gated mean", 3)
-    mask, factors = torch.ones(1, 3, dtype=torch.bool, device=DEVICE), torch.ones(1, 1, 3, 2, device=DEVICE)
-    leaves = [x.clone().requires_grad_() for x in (*inputs, a, s)]
-    torch.library.opcheck(gated_mean_op, (*leaves[:3], factors, mask, *leaves[3:], True))
-    torch.library.opcheck(gated_mean_op, (*inputs, None, None, None, None, False), test_utils=ALONE)
-    one = [x[:, :, :1] for x in inputs]
-    torch.library.opcheck(gated_mean_op, (*one, None, None, a, s, False), test_utils=ALONE)
-    out, *ends = gated_mean_op(*inputs, factors, mask, a, s, True)
-    arguments = (torch.ones_like(out), torch.ones_like(a), None, *inputs, factors, mask, a, s, *ends)
-    torch.library.opcheck(gated_mean_backward_op, arguments, test_utils=ALONE)
