@@ -104,12 +104,17 @@ def softmax(tokens, L, V, dtype, want_lse=False):
         running_softmax(*inputs(1, L, L, V, dtype=dtype), tuple(state), None, want_lse)
 
 
-def mean(tokens, V, dtype):
-    """Forward, backward, and one token more without gradients."""
-    out, *state = gated_mean(*inputs(tokens, 1, 1, V, dtype=dtype), None, None, None)
+def mean(tokens, V, dtype, padded=False):
+    """Forward, backward, and one token more without gradients; `padded`: with factors, a state and a mask."""
+    rest = None, None, None
+    if padded:
+        state = torch.zeros(1, 2, 1, dtype=torch.float64), torch.zeros(1, 2, 1, V, requires_grad=True)
+        rest = torch.zeros(1, 2, tokens, 2), state, torch.ones(1, tokens, dtype=torch.bool)
+    out, *state = gated_mean(*inputs(tokens, 1, 1, V, dtype=dtype), *rest)
     differentiate([out, *state])
     with torch.no_grad():
-        gated_mean(*inputs(1, 1, 1, V, dtype=dtype), None, tuple(state), None)
+        mask = torch.ones(1, 1, dtype=torch.bool) if padded else None
+        gated_mean(*inputs(1, 1, 1, V, dtype=dtype), None, tuple(state), mask)
 
 
 def attention(tokens, pattern, K, V, dtype):
@@ -138,7 +143,7 @@ ALL = {
     "running_softmax": [
         partial(softmax, L=L, V=V, want_lse=True) for L, V in (*SIZES, (1, 64), (1, 256), (10, 64), (512, 64))
     ],
-    "gated_mean": [partial(mean, V=V) for V in (3, 64, 80, 256)],
+    "gated_mean": [partial(mean, V=V, padded=padded) for V in (3, 64, 80, 256) for padded in (False, True)],
     "block_attention": [
         partial(attention, pattern=pattern, K=K, V=V)
         for K, V in SIZES
