@@ -17,9 +17,10 @@ from torch.nn import functional as F
 from benchmarks.timing import Run
 from subquad.attention import names
 from subquad.config import suggest
-from subquad.ops import SoftmaxOutput, SoftmaxState, block_attention, gated_scan, running_logsumexp, running_softmax
+from subquad.ops import block_attention, gated_scan, running_softmax
 from subquad.ops.flops import gated_scan_flops, running_softmax_flops
 from subquad.ops.patterns import Causal, Pattern, Segments, Window
+from subquad.ops.softmax import gated_mean
 
 Pass = Literal["forward", "backward", "forward_backward"]
 PASSES: tuple[Pass, ...] = ("forward", "backward", "forward_backward")
@@ -184,20 +185,6 @@ def latte(shape: Shape, backend: str | None) -> Operator:
     p, logits, v = shape.normal(shape.latents), shape.normal(shape.latents, 1), shape.normal(shape.channels, 2)
     p = p.detach().softmax(-1).requires_grad_()
     return Operator([p, logits, v], lambda p, logits, v: running_softmax(p, logits, v, backend=backend).out)
-
-
-def gated_mean(
-    gate_BHT1: Tensor,
-    key_BHT1: Tensor,
-    v_BHTV: Tensor,
-    *,
-    state: SoftmaxState | None = None,
-    backend: str | None = None,
-) -> SoftmaxOutput:
-    """`g mu + (1 - g) v`, `g = sigmoid(gate + lse)`: the running softmax of one latent, gated against the token."""
-    gate_BHT1 = gate_BHT1 + running_logsumexp(key_BHT1, state=None if state is None else state.lse)
-    past_BHT1, own_BHT1 = gate_BHT1.sigmoid(), (-gate_BHT1).sigmoid()
-    return running_softmax(past_BHT1, key_BHT1, v_BHTV, own=own_BHT1, state=state, backend=backend)
 
 
 def elita(shape: Shape, backend: str | None) -> Operator:

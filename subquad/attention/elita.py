@@ -28,7 +28,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from subquad.attention.base import takes_options
 from subquad.attention.scanned import (
@@ -39,8 +38,8 @@ from subquad.attention.scanned import (
     softmax_state,
     widened,
 )
-from subquad.ops import running_logsumexp, running_softmax
 from subquad.ops.counting import has_data
+from subquad.ops.softmax import gated_mean
 from subquad.state import State
 
 logger = logging.getLogger(__name__)
@@ -100,16 +99,14 @@ class Elita(ScannedAttention):
             self.amplitude = nn.Parameter(torch.empty(heads, config.position_width).uniform_(-INIT, INIT))
 
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """Mix by the running softmax of one latent, then by the gate."""
+        """Mix by the gate between the running softmax of one latent and the token itself."""
         tokens, v_BHTV = x_BTD.shape[1], self.values(x_BTD)
         key_BHT1, gate_BHT1 = self.logits(x_BTD, self.start(state, tokens))
         state = self.softmaxes_to_here(state, key_BHT1, v_BHTV)
         seen, mask, before = seen_after(state, tokens, lengths_B), real_mask(lengths_B, tokens), softmax_state(state)
         self.notice_seen(seen, x_BTD)
-        gate_BHT1 = gate_BHT1 + running_logsumexp(key_BHT1, state=None if before is None else before.lse, mask=mask)
-        shares = torch.cat([gate_BHT1.sigmoid(), (-gate_BHT1).sigmoid()], -1)
-        past_BHT1, own_BHT1 = F.dropout(shares, self.config.dropout, self.training).split(1, -1)
-        y = running_softmax(past_BHT1, key_BHT1, v_BHTV, own=own_BHT1, state=before, mask=mask)
+        dropout_p = self.config.dropout if self.training else 0.0
+        y = gated_mean(gate_BHT1, key_BHT1, v_BHTV, dropout_p=dropout_p, state=before, mask=mask)
         return self.merge(y.out), State({"seen": seen, "lse": y.state.lse, "mean": y.state.mean}, self.config_hash)
 
     def logits(self, x_BTD: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:

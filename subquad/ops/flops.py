@@ -58,6 +58,7 @@ def register() -> None:
         formulas |= {getattr(torch.ops.aten, cpu): sdpa, getattr(torch.ops.aten, f"{cpu}_backward"): sdpa_backward}
     if HAS_TRITON:
         from subquad.ops._triton import attend as _attend  # noqa: F401 defines the operators
+        from subquad.ops._triton import gated_mean as _gated_mean  # noqa: F401
         from subquad.ops._triton import scan as _scan  # noqa: F401
         from subquad.ops._triton import softmax as _softmax  # noqa: F401
 
@@ -119,6 +120,10 @@ KERNELS: dict[str, Callable[..., int]] = {
     "block_attention_triton": _attention,
     "block_attention_triton_backward": lambda grad, grad_lse, out, m, inverse, *inputs, **_: (
         _attention(*inputs) * 5 // 2
+    ),
+    "gated_mean_triton": lambda gate, k, v, *_, **__: v[0] * v[1] * running_softmax_flops(v[2], 1, v[3]),
+    "gated_mean_triton_backward": lambda grad, ga, gs, gate, k, v, *_, **__: (
+        5 * v[0] * v[1] * running_softmax_flops(v[2], 1, v[3]) // 2
     ),
     "gated_scan_triton": lambda q, i, v, log_f, state, mask, normalise, *_, **__: (
         q[0] * q[1] * gated_scan_flops(q[2], q[3], v[3], normalise=normalise)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from subquad.ops import _reference as reference
 from subquad.ops._sequential import scan as sequential
@@ -109,11 +110,7 @@ def running_softmax(
     tensors = [p_BHTL, logits_BHTL, v_BHTV] + ([] if own is None else [own])
     wide, sizes = wide_of(*tensors), {"latents": (L, MOST_LATENTS), "value channels": (V, MOST_CHANNELS)}
     name = choose_for("running_softmax", backend, tensors, sizes)
-    if state is not None and (state[0].shape != (B, H, L) or state[1].shape != (B, H, L, V)):
-        shapes = tuple(state[0].shape), tuple(state[1].shape)
-        raise ValueError(f"state must have shapes {(B, H, L)} and {(B, H, L, V)}, got {shapes[0]} and {shapes[1]}")
-    if mask is not None:
-        check_mask(mask, B, T)
+    check_rest(state, mask, (B, H, L, V), T)
     start = None if state is None else state[0]
     if name == "triton":
         from subquad.ops._triton import common, softmax
@@ -149,6 +146,66 @@ def running_softmax(
 
 
 @without_autocast
+def gated_mean(
+    gate_BHT1: Tensor,
+    logits_BHT1: Tensor,
+    v_BHTV: Tensor,
+    /,
+    *,
+    dropout_p: float = 0.0,
+    state: SoftmaxState | tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
+    chunk_size: int | None = None,
+    backend: str | None = None,
+) -> SoftmaxOutput:
+    """`y_t = g_t mu_t + (1 - g_t) v_t`, `g_t = sigmoid(gate_t + lse_t)`: the past gated against the token (ELiTA).
+
+    mu_t is the mean of v_s with the weights `softmax_{s <= t}(logits_s)`, lse_t the running logsumexp of the logits.
+
+    Args:
+        gate_BHT1: the gate's logit beside lse_t.
+        logits_BHT1: key logits of any size (+-1e4 and beyond).
+        v_BHTV: values.
+        dropout_p: dropout of the two weights g_t and 1 - g_t.
+        state, mask, chunk_size, backend: as in `running_softmax`. `triton` takes three launches, or one for a token.
+
+    Raises `ValueError` and `TypeError` for invalid shapes and options.
+    """
+    B, H, T, V = check_inputs(("gate", gate_BHT1), ("logits", logits_BHT1), ("v", v_BHTV))
+    for what, x in (("gate", gate_BHT1), ("logits", logits_BHT1)):
+        if x.shape[-1] != 1:
+            raise ValueError(f"{what} must have shape {(B, H, T, 1)}, got {tuple(x.shape)}")
+    tensors = [gate_BHT1, logits_BHT1, v_BHTV]
+    name = choose_for("gated_mean", backend, tensors, {"value channels": (V, MOST_CHANNELS)})
+    if name == "triton":
+        from subquad.ops._triton import gated_mean as kernels
+
+        check_rest(state, mask, (B, H, 1, V), T)
+        factors = F.dropout(logits_BHT1.new_ones(B, H, T, 2), dropout_p) if dropout_p else None
+        out, *after = kernels.gated_mean(gate_BHT1, logits_BHT1, v_BHTV, factors, state, mask)
+        start = None if state is None else state[0]
+        return SoftmaxOutput(out, SoftmaxState(*after), logits=logits_BHT1, start=start, mask=mask)
+    lse_BHT1 = running_logsumexp(logits_BHT1, state=None if state is None else state[0], mask=mask)
+    s_BHT1 = gate_BHT1 + lse_BHT1
+    shares_BHT2 = F.dropout(torch.cat([s_BHT1.sigmoid(), (-s_BHT1).sigmoid()], -1), dropout_p)
+    past_BHT1, own_BHT1 = shares_BHT2.split(1, -1)
+    return running_softmax(
+        past_BHT1, logits_BHT1, v_BHTV, own=own_BHT1, state=state, mask=mask, chunk_size=chunk_size, backend=name
+    )
+
+
+def check_rest(
+    state: SoftmaxState | tuple[Tensor, Tensor] | None, mask: Tensor | None, shape: tuple[int, ...], tokens: int
+) -> None:
+    """Raise unless the state fits a mean of `shape`, `[B, H, L, V]`, and the mask is `[B, T]`."""
+    if state is not None and (state[0].shape != shape[:3] or state[1].shape != shape):
+        shapes = tuple(state[0].shape), tuple(state[1].shape)
+        raise ValueError(f"state must have shapes {shape[:3]} and {shape}, got {shapes[0]} and {shapes[1]}")
+    if mask is not None:
+        check_mask(mask, shape[0], tokens)
+
+
+@without_autocast
 def running_logsumexp(logits_BHTL: Tensor, /, *, state: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
     """`lse_t = log(exp(state) + sum_{s <= t} exp(logits_s))`: the log of the running softmax's normalisers.
 
@@ -170,4 +227,5 @@ def running_logsumexp(logits_BHTL: Tensor, /, *, state: Tensor | None = None, ma
         raise ValueError(f"state must have shape {(B, H, L)}, got {tuple(state.shape)}")
     else:
         a = state.flatten(0, 1).double()
-    return chunked_logsumexp(k, a).unflatten(0, (B, H))
+    lse = torch.logaddexp(a[:, None], k.double()).to(k.dtype) if T == 1 else chunked_logsumexp(k, a)
+    return lse.unflatten(0, (B, H))

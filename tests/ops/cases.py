@@ -125,3 +125,13 @@ def plain_softmax(p, logits, v, a=None, s=None, *, mask=None):
     lse_BHTL = k_BHTSL.logsumexp(3)
     out = torch.einsum("bhtl,bhltv->bhtv", p.to(v.dtype), means_BHLTV)
     return out, lse_BHTL, lse_BHTL[:, :, -1], means_BHLTV[:, :, :, -1]
+
+
+def plain_gated_mean(gate, logits, v, a=None, s=None, *, mask=None, factors=None):
+    """Return results of the gated mean from every weight, in the dtype of the inputs."""
+    mean, lse, *after = plain_softmax(torch.ones_like(logits), logits, v, a, s, mask=mask)
+    padding = torch.zeros((), dtype=torch.bool, device=v.device) if mask is None else ~mask[:, None, :, None]
+    g, h = (gate + lse).sigmoid(), (-gate - lse).sigmoid()
+    g, h = (g, h) if factors is None else (g * factors[..., :1], h * factors[..., 1:])
+    out = g.to(v.dtype) * mean + h.to(v.dtype) * v.masked_fill(padding, 0.0)
+    return out.masked_fill(padding, 0.0), *after

@@ -10,10 +10,12 @@ from subquad.ops import attend, backends, block_attention, gated_scan, running_s
 from subquad.ops.backends import choose, use_backend, without_autocast
 from subquad.ops.patterns import Blocks, Causal, Dilated, Globals, Random, Segments, Shifted, Strided, Window
 from subquad.ops.patterns.sparse import Columns
+from subquad.ops.softmax import gated_mean
 
 X = torch.ones(1, 1, 3, 2)
 ENGINES = {
     "block_attention": lambda backend=None, k=X, v=X: block_attention(k, k, v, Causal(), backend=backend),
+    "gated_mean": lambda backend=None, k=X, v=X: gated_mean(k[..., :1], k[..., :1], v, backend=backend),
     "gated_scan": lambda backend=None, k=X, v=X: gated_scan(k, k, v, None, backend=backend),
     "running_softmax": lambda backend=None, k=X, v=X: running_softmax(k, k, v, backend=backend),
 }
@@ -28,7 +30,7 @@ def _nothing_logged_yet():
     backends._log_once.cache_clear()
 
 
-@pytest.mark.parametrize("engine", ["gated_scan", "running_softmax"])
+@pytest.mark.parametrize("engine", ["gated_mean", "gated_scan", "running_softmax"])
 def test_a_backend_that_an_engine_lacks_is_never_replaced_by_another(engine):
     match = f"{engine} has no backend 'flex' here; it has reference, torch, sequential, triton"
     with pytest.raises(ValueError, match=match):
@@ -46,6 +48,7 @@ def test_kernels_are_refused_without_triton(engine, monkeypatch):
 
 @pytest.mark.parametrize(("engine", "sizes", "match"), [
     ("gated_scan", (300, 4), "at most 256 key channels per head, got 300"),
+    ("gated_mean", (1, 300), "at most 256 value channels per head, got 300"),
     ("gated_scan", (4, 300), "at most 256 value channels per head, got 300"),
     ("running_softmax", (600, 4), "at most 512 latents per head, got 600"),
 ])  # fmt: skip

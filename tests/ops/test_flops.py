@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from subquad.ops import block_attention, flops, gated_scan, running_softmax
 from subquad.ops._torch.tiles import static_groups
 from subquad.ops.patterns import Causal, Full, Segments, Suffix, Window
+from subquad.ops.softmax import gated_mean
 
 
 def count(f):
@@ -121,11 +122,12 @@ def test_scans_in_sequence_count_their_products(form, products):
 
 
 @pytest.mark.parametrize("with_gradients", [False, True])
-@pytest.mark.parametrize("engine", ["block_attention", "gated_scan", "running_softmax"])
+@pytest.mark.parametrize("engine", ["block_attention", "gated_mean", "gated_scan", "running_softmax"])
 def test_the_kernels_count_as_the_default_does(engine, with_gradients):
     q, k, v = inputs((1, 2, 20, 8), (1, 2, 20, 8), (1, 2, 20, 8), grad=with_gradients)
     run = {
         "block_attention": lambda backend: block_attention(q, k, v, Segments(size=8), backend=backend),
+        "gated_mean": lambda backend: gated_mean(q[..., :1], k[..., :1], v, backend=backend).out,
         "gated_scan": lambda backend: gated_scan(q.exp(), k.exp(), v, None, normalise=True, backend=backend).out,
         "running_softmax": lambda backend: running_softmax(q.softmax(-1), k, v, backend=backend).out,
     }[engine]

@@ -11,6 +11,7 @@ from subquad.ops._torch import halves
 from subquad.ops._torch import softmax as chunked
 from subquad.ops._torch.halves import running_logsumexp_backward_op, running_logsumexp_op
 from subquad.ops._torch.softmax import EMPTY, running_softmax_backward_op, running_softmax_op
+from subquad.ops.softmax import gated_mean
 from subquad.testing import LOW_PRECISION, assert_exact, assert_in_budget, assert_same_maths, mask_with
 from tests.ops.cases import ALONE, assert_all_in_budget, assert_all_same_maths, differentiated, normal, thinned
 
@@ -264,6 +265,23 @@ def test_inputs_that_do_not_fit_are_refused(case):
     inputs = [options.pop(name) for name in ("p", "logits", "v")]
     with pytest.raises(ValueError if case in ERRORS else TypeError, match=match):
         running_softmax(*inputs, **options)
+
+
+GATED_ERRORS = {
+    "gate": ({"gate": X}, r"gate must have shape \(2, 2, 5, 1\), got \(2, 2, 5, 6\)"),
+    "logits": ({"logits": X}, r"logits must have shape \(2, 2, 5, 1\), got \(2, 2, 5, 6\)"),
+    "state": ({"state": (X[:, :, 0], X[:, :, :1])},
+              r"state must have shapes \(2, 2, 1\) and \(2, 2, 1, 6\), got \(2, 2, 6\) and \(2, 2, 1, 6\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GATED_ERRORS)
+def test_inputs_of_a_gated_mean_that_do_not_fit_are_refused(case):
+    changed, match = GATED_ERRORS[case]
+    options = {"gate": X[..., :1], "logits": X[..., :1], "v": X} | changed
+    inputs = [options.pop(name) for name in ("gate", "logits", "v")]
+    with pytest.raises(ValueError, match=match):
+        gated_mean(*inputs, backend="triton", **options)
 
 
 def test_a_logsumexp_of_another_shape_is_refused():

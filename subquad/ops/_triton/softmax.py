@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from subquad.ops._triton import common, softmax_single_kernels
+from subquad.ops._triton import common
 from subquad.ops._triton import softmax_backward_kernels as backward_kernels
 from subquad.ops._triton import softmax_kernels as forward_kernels
 
@@ -71,13 +71,9 @@ class Tiles(NamedTuple):
     def of(cls, L: int, V: int, dtype: torch.dtype) -> Tiles:
         """Return the tiles for head sizes and dtype; they never depend on T, so a new length doesn't recompile.
 
-        In float32, without tensor cores, operands of products lie in registers: tiles are small. One latent needs no
-        matrices; sums over rows are shortest within one warp.
+        In float32, without tensor cores, operands of products lie in registers: tiles are small.
         """
-        latents, values = min(common.tile(L), 64), common.tile(V)
-        if L == 1:
-            return cls(32, latents, min(values, 32 if dtype == torch.float32 else 64), 1, 8 * MULTIPROCESSORS)
-        values = min(values, PRECISIONS[dtype].values)
+        latents, values = min(common.tile(L), 64), min(common.tile(V), PRECISIONS[dtype].values)
         if dtype == torch.float32:
             return cls(16, latents, values, 8, 2 * MULTIPROCESSORS)
         return cls(64, latents, values, 8 if latents * values >= 64 * 64 else 4, 2 * MULTIPROCESSORS)
@@ -136,9 +132,8 @@ class Plan(NamedTuple):
     def sizes(self, *tensors: Tensor) -> dict[str, Any]:
         """Return the constants of head sizes and strides that are built into the kernels over segments."""
         # If head sizes are no multiples of 16, strides are for some T only, and a promise that changes with T would
-        # recompile. Rows of one channel are never promised to be aligned.
-        whole = self.V % 16 == 0 and (self.L == 1 or self.L % 16 == 0)
-        wide = common.strides(*(x for x in tensors if x.shape[-1] > 1))
+        # recompile.
+        whole = self.V % 16 == 0 and self.L % 16 == 0
         return {
             "L": self.L,
             "V": self.V,
@@ -146,7 +141,7 @@ class Plan(NamedTuple):
             "LATENTS": self.tile.latents,
             "VALUES": self.tile.values,
             "CHUNK": self.tile.chunk,
-            "ALIGNED": whole and not any(stride % 16 for stride in wide),
+            "ALIGNED": whole and not any(stride % 16 for stride in common.strides(*tensors)),
             "num_warps": self.tile.warps,
             "num_stages": 2,
         }
@@ -303,13 +298,12 @@ def _forward(given: Given, results: Results, want_lse: bool, save: bool) -> None
     cut = Plan.of(p, v)
     if not save:
         m, _, u = (p.new_empty(shape, dtype=torch.float32) for shape in cut.saved())
-    kernels = softmax_single_kernels if cut.L == 1 else forward_kernels
     dots = PRECISIONS[v.dtype].constants()
     sums = (cut.rows, cut.segments, cut.L)
     m_sums, z_sums = (p.new_empty(sums, dtype=torch.float32) for _ in range(2))
     z_start = p.new_empty(sums, dtype=torch.float64)
     common.launch(
-        kernels.segment_sums,
+        forward_kernels.segment_sums,
         cut.grid(cut.segments - 1),
         *(k, v, mask, m_sums, z_sums, u, *cut.numbers(p), *common.strides(k, v)),
         **cut.sizes(k, v),
@@ -324,7 +318,7 @@ def _forward(given: Given, results: Results, want_lse: bool, save: bool) -> None
     )
     parts = parts_of(out, cut.groups)
     common.launch(
-        kernels.outputs,
+        forward_kernels.outputs,
         cut.grid(cut.segments),
         *(p, k, v, mask, m, z_start, u, parts, out_lse if want_lse else None, z if save else None),
         *(end_lse, end_mean, *cut.numbers(p), *common.strides(p, k, v), parts.stride(0), *common.strides(parts[0])),
@@ -390,9 +384,8 @@ def _query_gradients(
     cut = Plan.of(p, v)
     dlog, r, x = u.new_empty(cut.tiles, *p.shape), torch.empty_like(u), u.new_empty(cut.tiles, *u.shape[:3])
     parts = parts_of(gradients.p, cut.tiles)
-    kernels = softmax_single_kernels if cut.L == 1 else backward_kernels
     common.launch(
-        kernels.query_gradients,
+        backward_kernels.query_gradients,
         cut.grid(cut.segments),
         *(p, k, v, do, dlse, mask, *saved, parts, dlog, r, x, *cut.numbers(p)),
         *(*common.strides(p, k, v, do), parts.stride(0), *common.strides(parts[0])),
@@ -410,9 +403,8 @@ def _key_gradients(given: Given, do: Tensor, later: tuple[Tensor, ...], gradient
     cut = Plan.of(p, v)
     k_parts, v_parts = parts_of(gradients.k, cut.tiles), parts_of(gradients.v, cut.groups)
     lse_parts = r.new_empty(cut.tiles, *gradients.lse.shape)
-    kernels = softmax_single_kernels if cut.L == 1 else backward_kernels
     common.launch(
-        kernels.key_gradients,
+        backward_kernels.key_gradients,
         cut.grid(cut.segments),
         *(p, k, v, do, dlog, mask, lse, mean, m, z, r, x, k_parts, v_parts, lse_parts, gradients.mean),
         *(*cut.numbers(p), *common.strides(p, k, v, do)),

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.operators import gated_mean
 from benchmarks.timing import Failure
 from subquad.ops import block_attention_with_lse, gated_scan, running_softmax
 from subquad.ops.patterns import Causal, Pattern, Segments, Window
+from subquad.ops.softmax import gated_mean
 from subquad.testing.tools import assert_in_budget
 
 DTYPES = ("bfloat16", "float32", "float16")

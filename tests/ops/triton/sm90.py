@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 
 from subquad.ops._triton import common
 from subquad.ops._triton.attend import attend
+from subquad.ops._triton.gated_mean import gated_mean
 from subquad.ops._triton.scan import gated_scan
 from subquad.ops._triton.softmax import running_softmax
 from subquad.ops.patterns import Causal, Segments, Shifted, Window
@@ -103,6 +104,19 @@ def softmax(tokens, L, V, dtype, want_lse=False):
         running_softmax(*inputs(1, L, L, V, dtype=dtype), tuple(state), None, want_lse)
 
 
+def mean(tokens, V, dtype, padded=False):
+    """Forward, backward, and one token more without gradients; `padded`: with factors, a state and a mask."""
+    rest = None, None, None
+    if padded:
+        state = torch.zeros(1, 2, 1, dtype=torch.float64), torch.zeros(1, 2, 1, V, requires_grad=True)
+        rest = torch.zeros(1, 2, tokens, 2), state, torch.ones(1, tokens, dtype=torch.bool)
+    out, *state = gated_mean(*inputs(tokens, 1, 1, V, dtype=dtype), *rest)
+    differentiate([out, *state])
+    with torch.no_grad():
+        mask = torch.ones(1, 1, dtype=torch.bool) if padded else None
+        gated_mean(*inputs(1, 1, 1, V, dtype=dtype), None, tuple(state), mask)
+
+
 def attention(tokens, pattern, K, V, dtype):
     """Forward, backward, and one token more without gradients."""
     q, k, v = inputs(tokens, K, K, V, dtype=dtype)
@@ -121,6 +135,7 @@ QUICK = {
         partial(softmax, L=64, V=128, dtype=BF16),
         partial(softmax, L=1, V=64, dtype=BF16, want_lse=True),
     ],
+    "gated_mean": [partial(mean, V=64, dtype=BF16)],
     "block_attention": [partial(attention, pattern=Segments(size=256), K=64, V=64, dtype=BF16)],
 }
 ALL = {
@@ -128,6 +143,7 @@ ALL = {
     "running_softmax": [
         partial(softmax, L=L, V=V, want_lse=True) for L, V in (*SIZES, (1, 64), (1, 256), (10, 64), (512, 64))
     ],
+    "gated_mean": [partial(mean, V=V, padded=padded) for V in (3, 64, 80, 256) for padded in (False, True)],
     "block_attention": [
         partial(attention, pattern=pattern, K=K, V=V)
         for K, V in SIZES

@@ -14,7 +14,7 @@ SPILLS = 1024
 """Bytes a thread that registers may spill."""
 
 
-FAMILIES = ("gated_scan", "running_softmax", "block_attention")
+FAMILIES = ("gated_scan", "running_softmax", "gated_mean", "block_attention")
 
 
 def compiled(which, *families):

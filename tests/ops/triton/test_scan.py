@@ -1,6 +1,7 @@
-"""The kernels of the gated scan and of the running softmax against their definitions, token by token, in float64.
+"""The kernels of the gated scan, the running softmax and the gated mean against their definitions, token by token, in
+float64.
 
-A scan is named by its decays, with `mean` if normalised; a running softmax by its latents.
+A scan is named by its decays, with `mean` if normalised; the running softmax `latents`.
 """
 
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from subquad import ops
 from subquad.ops._triton import common
 from subquad.ops._triton import softmax as module
+from subquad.ops._triton.gated_mean import gated_mean
 from subquad.ops._triton.scan import gated_scan_triton, gated_scan_triton_backward
 from subquad.ops._triton.softmax import running_softmax, running_softmax_backward_op, running_softmax_op
 from subquad.testing.tools import LOW_PRECISION, assert_exact, assert_in_budget, mask_with
@@ -22,6 +24,7 @@ from tests.ops.cases import (
     assert_all_exact,
     assert_all_in_budget,
     differentiated,
+    plain_gated_mean,
     plain_scan,
     plain_softmax,
     random,
@@ -32,11 +35,12 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 EPS, EMPTY = 0.1, -(2.0**100)
 T = 40 if DEVICE == "cpu" else 70
 """Three chunks of 16 tokens or two of 64, in two segments of a running softmax."""
-LATENTS = {"latents": 10, "one latent": 1}
+LATENTS = {"latents": 10}
+SOFTMAXES = (*LATENTS, "gated mean")
 MEANS = ("none mean", "head mean", "channel mean")
-KINDS = (*MEANS, *LATENTS)
+KINDS = (*MEANS, *SOFTMAXES)
 kinds = pytest.mark.parametrize("kind", KINDS)
-softmaxes = pytest.mark.parametrize("kind", LATENTS)
+softmaxes = pytest.mark.parametrize("kind", SOFTMAXES)
 # Lengths around those of chunks, head sizes around those of tiles: kind, tokens, K or L, V, dtype, size of the logits.
 CASES = [
     ("channel mean", 1, 16, 16, FP32), ("head", 1, 3, 1, BF16), ("head mean", 2, 3, 3, FP32),
@@ -54,6 +58,9 @@ CASES = [
     ("latents", 129, 1, 64, FP16), ("latents", 200, 64, 64, BF16), ("latents", 20, 10, 150, BF16),
     ("latents", 200, 1, 16, FP32), ("latents", 20, 130, 16, FP32), ("latents", 20, 130, 16, BF16),
     ("latents", 200, 10, 16, BF16), ("latents", 20, 1, 150, FP32),
+    ("gated mean", 1, 1, 1, FP32), ("gated mean", 2, 1, 16, BF16), ("gated mean", 15, 1, 16, FP32, 3),
+    ("gated mean", 17, 1, 80, FP32), ("gated mean", 31, 1, 64, FP16, 3), ("gated mean", 32, 1, 3, BF16),
+    ("gated mean", 33, 1, 16, FP16), ("gated mean", 65, 1, 150, BF16, 3), ("gated mean", 100, 1, 16, FP32),
 ]  # fmt: skip
 
 
@@ -72,6 +79,9 @@ def make(kind, tokens, dtype=FP32, K=None, V=16, size=1.0, *, batch=1, heads=1):
     """Return q, i, v and any log decays, all weights positive, or p(l | t), logits, v; then the tensors of a state."""
     shape = (batch, heads, tokens)
     v = random(*shape, V, seed=3, dtype=dtype)
+    if kind == "gated mean":
+        gate, logits = random(*shape, 1, seed=1, dtype=dtype), (size * random(*shape, 1, seed=2)).to(dtype)
+        return [gate, logits, v], [random(batch, heads, 1, seed=4), random(batch, heads, 1, V, seed=5, dtype=FP32)]
     if kind in LATENTS:
         K = K or LATENTS[kind]
         p, logits = random(*shape, K, seed=1).softmax(-1).to(dtype), (size * random(*shape, K, seed=2)).to(dtype)
@@ -92,6 +102,13 @@ def scan(kind, *tensors, mask=None, backend="triton", eps=EPS):
     """Return outputs, the lse of a running softmax, and the state. The backend `plain` computes from every weight."""
     inputs = tensors[: 3 + kind.startswith(("head", "channel"))]
     state = tensors[len(inputs) :]
+    if kind == "gated mean":
+        if backend == "plain":
+            return plain_gated_mean(*tensors, mask=mask)
+        if backend == "triton":
+            return gated_mean(*inputs, None, state or None, mask)
+        y = ops.softmax.gated_mean(*inputs, state=state or None, mask=mask, backend=backend)
+        return y.out, *y.state
     if kind in LATENTS:
         if backend == "plain":
             return plain_softmax(*tensors, mask=mask)
@@ -117,7 +134,7 @@ def assert_is_the_definition(kind, inputs, dtype, measure="plain", results=slice
 
 def assert_results_in_budget(kind, actual, inputs, dtype):
     """Compare results whose errors are at most twice those of `plain` for a softmax, of `torch` for others."""
-    measured = scan(kind, *inputs, backend="plain" if kind in LATENTS else "torch")
+    measured = scan(kind, *inputs, backend="plain" if kind in SOFTMAXES else "torch")
     assert_all_in_budget(actual, measured, scan(kind, *(x.double() for x in inputs), backend="reference"), dtype)
 
 
@@ -137,23 +154,24 @@ def in_pieces(kind, inputs, state, cuts):
 @thinned(3, case=CASES)
 def test_outputs_states_and_gradients(case):
     kind, tokens, K, V, dtype, *size = case
-    inputs, state = make(kind, tokens, dtype, K, V, *size)
+    # One latent has one log-normaliser a head: the gradient of a single number may cancel.
+    inputs, state = make(kind, tokens, dtype, K, V, *size, heads=4 if kind == "gated mean" else 1)
     assert_is_the_definition(kind, [*inputs, *state], dtype)
 
 
 @short
 @kinds
 def test_a_scan_begins_with_an_empty_state(kind):
-    inputs, state = make(kind, T if kind in LATENTS else 20)
+    inputs, state = make(kind, T if kind in SOFTMAXES else 20)
     expected = assert_is_the_definition(kind, inputs, FP32)
     assert_all_exact(differentiated(lambda *x: scan(kind, *x, *empty(state)), inputs), expected)
 
 
 @thinned(2, which=range(4), kind=KINDS)
 def test_each_result_has_its_own_gradients(which, kind):
-    which = which if kind in LATENTS else which // 2  # outputs and state alone
-    inputs, state = make(kind, 70 if kind in LATENTS else 20)
-    measure = "torch" if kind in LATENTS else "plain"
+    which = which if kind in LATENTS else which // 2 if kind in MEANS else min(which, 2)  # without an lse of each token
+    inputs, state = make(kind, 70 if kind in SOFTMAXES else 20)
+    measure = "torch" if kind in SOFTMAXES else "plain"
     assert_is_the_definition(kind, [*inputs, *state], FP32, measure, slice(which, which + 1))
 
 
@@ -162,7 +180,7 @@ def test_each_result_has_its_own_gradients(which, kind):
 def test_padding_does_not_exist(kind):
     mask = mask_with([(9, T - 15, 6), (0, T - 7, 7)]).to(DEVICE)
     inputs, state = make(kind, T, size=2.0, batch=2, heads=2)
-    measure = "plain" if kind in LATENTS else "torch"
+    measure = "plain" if kind in SOFTMAXES else "torch"
     results = assert_is_the_definition(kind, [*inputs, *state], FP32, measure, mask=mask)
     padded = [x.masked_fill(~mask[:, None, :, None], torch.nan) for x in inputs]
     assert_all_exact(differentiated(partial(scan, kind, mask=mask), [*padded, *state]), results)
@@ -180,13 +198,13 @@ def test_rows_that_are_all_padding_leave_the_state(kind):
         out, *_ = results = scan(kind, *inputs, *before, mask=mask)
         assert_exact(out, torch.zeros_like(out))
         after = results[-len(state) :]
-        if kind in LATENTS:
+        if kind in SOFTMAXES:
             assert_all_in_budget(after, expected, expected, FP32)
         else:
             assert_all_exact(after, expected)
 
 
-@thinned(4, layout=LAYOUTS, kind=("head mean", "channel mean", *LATENTS))
+@thinned(4, layout=LAYOUTS, kind=("head mean", "channel mean", *SOFTMAXES))
 def test_strides_change_nothing(layout, kind):
     def gradients(inputs, expand):
         leaves = [x.detach().requires_grad_() for x in (*inputs, *state)]
@@ -200,16 +218,16 @@ def test_strides_change_nothing(layout, kind):
     assert_all_exact(gradients(strided, lambda gradient: gradient), expected)
 
 
-FUTURES = [*((kind, 1.0) for kind in MEANS), *((kind, size) for kind in LATENTS for size in (1.0, 30.0, 1e4))]
+FUTURES = [*((kind, 1.0) for kind in MEANS), *((kind, size) for kind in SOFTMAXES for size in (1.0, 30.0, 1e4))]
 
 
 @short
 @thinned(3, case=FUTURES, dtype=LOW_PRECISION)
 def test_no_bit_depends_on_the_future(case, dtype):
     kind, size = case
-    tokens = T if kind in LATENTS else 80
+    tokens = T if kind in SOFTMAXES else 80
     inputs, state = make(kind, tokens, dtype, size=size)
-    if kind in LATENTS:
+    if kind in SOFTMAXES:
         p, k, v = inputs
         others = [p.flip(2), 1e4 * k.sign(), 1e4 * v]
     else:
@@ -221,7 +239,7 @@ def test_no_bit_depends_on_the_future(case, dtype):
         changed = [torch.where(later, x, y) for x, y in zip(others, inputs, strict=True)]
         for before, after in zip(expected, scan(kind, *changed, *state)[outs], strict=True):
             assert_exact(after[:, :, : now + 1], before[:, :, : now + 1])
-            assert kind not in LATENTS or after.isfinite().all()
+            assert kind not in SOFTMAXES or after.isfinite().all()
 
 
 @short
@@ -271,7 +289,7 @@ def test_nothing_at_all(kind, shape):
     assert_all_exact(scan(kind, *inputs)[-count:], empty(state))
 
 
-@thinned(2, kind=("channel mean", "one latent", "latents"))
+@thinned(2, kind=("channel mean", *SOFTMAXES))
 def test_compiled_is_eager(kind):
     inputs, state = make(kind, 20)
     run = partial(scan, kind)
@@ -279,7 +297,9 @@ def test_compiled_is_eager(kind):
     assert_all_exact(*(differentiated(f, [*inputs, *state]) for f in (compiled, run)))
 
 
-@pytest.mark.parametrize(("kind", "op"), [("head mean", "gated_scan"), ("latents", "running_softmax")])
+@pytest.mark.parametrize(
+    ("kind", "op"), [("head mean", "gated_scan"), ("latents", "running_softmax"), ("gated mean", "gated_mean")]
+)
 def test_other_dtypes_and_devices_are_refused(kind, op, monkeypatch):
     inputs, _ = make(kind, 3)
     for n in range(len(inputs)):
@@ -346,11 +366,11 @@ def test_the_scans_operations_keep_torchs_rules(kind):
     torch.library.opcheck(gated_scan_triton, (*arguments, mask, normalise, EPS, True))
 
 
-# The running softmax.
+# The running softmax and the gated mean.
 
 
-@softmaxes
-def test_an_lse_that_is_not_wanted_changes_nothing(kind):
+def test_an_lse_that_is_not_wanted_changes_nothing():
+    kind = "latents"
     inputs, state = make(kind, 20)
     out, lse, *after = running_softmax(*inputs, state, None, want_lse=False)
     assert lse is None
@@ -369,12 +389,16 @@ EXTREMES = {
 
 
 @short
-@thinned(6, kind=("one latent", "latents"), case=EXTREMES, dtype=LOW_PRECISION)
+@thinned(6, kind=SOFTMAXES[::-1], case=EXTREMES, dtype=LOW_PRECISION)
 def test_extreme_logits(kind, case, dtype):
     (p, k, v), _ = make(kind, T)
-    inputs = [p.to(dtype), EXTREMES[case](k).to(dtype), v.to(dtype)]
+    k = EXTREMES[case](k).to(dtype)
+    if kind == "gated mean":  # a gate that is neither open nor shut
+        p = p - k.double().logcumsumexp(2)
+    inputs = [p.to(dtype), k, v.to(dtype)]
     # Where one key takes all, the gradient of logits is a difference of equal sums over time, each rounded on its own.
-    results = assert_is_the_definition(kind, inputs, dtype, leave_out=5 if dtype == FP32 else None)
+    key_gradient = 5 if kind in LATENTS else 4
+    results = assert_is_the_definition(kind, inputs, dtype, leave_out=key_gradient if dtype == FP32 else None)
     assert all(x.isfinite().all() for x in results)
 
 
@@ -384,7 +408,7 @@ def test_before_the_first_real_token_there_is_nothing(kind):
     inputs, _ = make(kind, T)
     out, lse, *_ = scan(kind, *inputs, mask=torch.arange(T, device=DEVICE)[None] >= T - 4)
     assert_exact(out[:, :, :-4], torch.zeros_like(out[:, :, :-4]))
-    assert (lse[:, :, :-4] == EMPTY).all()
+    assert kind not in LATENTS or (lse[:, :, :-4] == EMPTY).all()
     assert lse[:, :, -4:].isfinite().all()
 
 
@@ -394,19 +418,21 @@ def test_logits_of_minus_infinity_weigh_nothing(kind):
     inputs[1][:, :, :3] = -torch.inf
     rest = [x[:, :, 3:] for x in inputs]
     measured, exact = (scan(kind, *(x.to(dtype) for x in rest), backend="reference") for dtype in (FP32, torch.float64))
-    for out, _, *after in (scan(kind, *inputs), in_pieces(kind, inputs, empty(state), range(7))):
-        assert_exact(out[:, :, :3], torch.zeros_like(out[:, :, :3]))
-        for n, actual in zip((0, 2, 3), (out[:, :, 3:], *after), strict=True):
+    own = torch.zeros_like(inputs[2]) if kind in LATENTS else inputs[2]
+    for out, *after in (scan(kind, *inputs), in_pieces(kind, inputs, empty(state), range(7))):
+        assert_exact(out[:, :, :3], own[:, :, :3])
+        for n, actual in zip((0, -2, -1), (out[:, :, 3:], *after[-2:]), strict=True):
             assert_in_budget(actual, measured[n], exact[n], FP32)
 
 
-def test_a_long_past_is_not_forgotten():
-    (p, k, v), (a, s) = make("latents", 1)
+@softmaxes
+def test_a_long_past_is_not_forgotten(kind):
+    (p, k, v), (a, s) = make(kind, 1)
     zero = torch.zeros_like(k)
     a = torch.full_like(a, 20.0)
     for _ in range(3):
-        _, _, after, _ = scan("latents", p, zero, v, a, s)
-        longer = scan("latents", *(x.expand(-1, -1, 20, -1) for x in (p, zero, v)), a, s)[2]
+        *_, after, _ = scan(kind, p, zero, v, a, s)
+        longer = scan(kind, *(x.expand(-1, -1, 20, -1) for x in (p, zero, v)), a, s)[-2]
         assert (after > a).all()
         assert (longer > after).all()
         a = after
@@ -433,9 +459,8 @@ def test_probabilities_and_values_may_differ_in_dtype(dtype):
         assert assert_is_the_definition("latents", inputs, dtype)[0].dtype == inputs[2].dtype
 
 
-@thinned(2, kind=LATENTS)
-def test_the_softmaxs_operations_keep_torchs_rules(kind):
-    inputs, (a, s) = make(kind, 3)
+def test_the_softmaxs_operations_keep_torchs_rules():
+    inputs, (a, s) = make("latents", 3)
     mask = torch.ones(1, 3, dtype=torch.bool, device=DEVICE)
     leaves = [x.clone().requires_grad_() for x in (*inputs, a, s)]
     torch.library.opcheck(running_softmax_op, (*leaves[:3], mask, *leaves[3:], True, True))
