@@ -332,7 +332,9 @@ def decode(
         over_L = k_L.to(tl.float64) - before_L
         gap_L = tl.abs(over_L)
         near_L = gap_L.to(tl.float32)
-        lost_L = tl.minimum(gap_L, 200.0) - tl.minimum(near_L, 200.0).to(tl.float64)  # exp(-200) is zero, so no inf - inf
+        lost_L = tl.minimum(gap_L, 200.0) - tl.minimum(near_L, 200.0).to(
+            tl.float64
+        )  # exp(-200) is zero, so no inf - inf
         e_L = tl.exp(-near_L) * (1.0 - lost_L.to(tl.float32))
         after_L = tl.maximum(before_L, k_L.to(tl.float64)) + log_of_1_plus(e_L).to(tl.float64)
         more_L, less_L = 1.0 / (1.0 + e_L), e_L / (1.0 + e_L)
