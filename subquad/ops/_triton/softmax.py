@@ -74,9 +74,9 @@ class Tiles(NamedTuple):
     def of(cls, L: int, V: int, dtype: torch.dtype, device: torch.device) -> Tiles:
         """Return the tiles for head sizes, dtype and card; they never depend on T, so a new length doesn't recompile.
 
-        In float32, without tensor cores, operands of products lie in registers: tiles are small. So do those of
-        tensor cores before Hopper's: chunks are shorter, and gradients fetch nothing ahead, which takes registers. One latent needs no matrices; sums over rows are
-        shortest within one warp.
+        In float32, without tensor cores, operands of products lie in registers: tiles are small. So do those of tensor
+        cores before Hopper's: chunks are shorter, and gradients fetch nothing ahead, which takes registers. One latent
+        needs no matrices; sums over rows are shortest within one warp.
         """
         latents, values, count = min(common.tile(L), 64), common.tile(V), multiprocessors(device)
         if L == 1:

@@ -73,13 +73,15 @@ def query_gradients(
         G_CC = tl.where(past_CC, dot(do_CV, tl.trans(v_CV), DOT, PRECISION), 0.0)
         dp_CL, end_L = tl.zeros([CHUNK, LATENTS], tl.float32), tl.zeros([LATENTS], tl.int32)
         carry_CL = dp_CL
-        # Runs once in most chunks. No branch for those: an operand defined in two arms lets products run only in series.
+        # Once in most chunks. No branch for those: it would define operands in two arms.
         if chunk * CHUNK < tokens:  # always true: see `outputs`
             while tl.min(end_L, 0) < CHUNK:
                 r_L = reference(k_CL, m_L, end_L)
                 e_CL, inverse_CL, end_L = window(k_CL, m_L, z_L, r_L, end_L, BOUND)
                 dp_CL += dot(G_CC, e_CL, WIDE, PRECISION) * inverse_CL
                 carry_CL += inverse_CL * tl.exp(m_L - r_L)[None, :]
+        # R in every segment, and before dp, whose product ends R's: in a branch, or in flight beside U's, its operand
+        # in registers would have all products run in series.
         p_CL, into_L = read(p, t_C, p_t, l_L, real_C, L).to(tl.float32), tl.exp(begin_L - m_L)
         r_LV += dot(tl.trans(p_CL * carry_CL * into_L[None, :]), do_CV, WIDE, PRECISION)
         dp_CL += dot(do_CV, tl.trans(u_LV), WIDE, PRECISION) * carry_CL

@@ -337,7 +337,8 @@ def decode(
         )  # exp(-200) is zero, so no inf - inf
         e_L = tl.exp(-near_L) * (1.0 - lost_L.to(tl.float32))
         after_L = tl.maximum(before_L, k_L.to(tl.float64)) + log_of_1_plus(e_L).to(tl.float64)
-        more_L, less_L = 1.0 / (1.0 + e_L), e_L / (1.0 + e_L)
+        less_L = e_L / (1.0 + e_L)
+        more_L = 1.0 - less_L  # exactly 1 beside nothing: compiled division is approximate
         keep_L, take_L = tl.where(over_L > 0.0, less_L, more_L), tl.where(over_L > 0.0, more_L, less_L)
         mean_LV = mean_LV * keep_L[:, None] + take_L[:, None] * new_V[None, :]
         out_V += tl.sum(p_L[:, None] * mean_LV, 0)
