@@ -19,8 +19,8 @@ from subquad.ops.backends import HAS_TRITON, choose, without_autocast
 from subquad.ops.padding import check_heads, check_mask
 
 BACKENDS = ("reference", "torch", "sequential", "triton")
-MOST_CHANNELS = 256
-"""Most channels per head in the kernels of `triton`."""
+MOST_CHANNELS = 512
+"""Most channels or latents per head in the kernels of `triton`."""
 FORGET_ALL = -1e4
 """Floor of log decays: its exp is zero in every dtype, and sums of floored logarithms stay finite."""
 
@@ -64,7 +64,7 @@ def gated_scan(
             `sequential` keeps for its backward pass (None: about sqrt(T)); changes only the order of summation.
         backend: `reference` (token by token, the definition), `torch` (chunks; the default on a CPU), `sequential`
             (token by token in the memory of one state, or of 2 sqrt(T) states in training), `triton` (kernels; the
-            default on a GPU for what they support: no float64, at most 256 channels per head).
+            default on a GPU for what they support: no float64, at most 512 channels per head).
 
     Raises `ValueError` and `TypeError` for invalid shapes and options.
     """

@@ -22,9 +22,6 @@ from subquad.ops.backends import without_autocast
 from subquad.ops.padding import check_mask
 from subquad.ops.scan import MOST_CHANNELS, check_inputs, choose_for, chunk_of, masked, wide_of, zero_padding
 
-MOST_LATENTS = 512
-"""Most latents per head in the kernels of `triton`."""
-
 
 class SoftmaxState(NamedTuple):
     """`lse` `[B, H, L]`, float64, the log-normaliser so far; `mean` `[B, H, L, V]`, the weighted mean of the values."""
@@ -96,7 +93,7 @@ def running_softmax(
             sqrt(T)); changes only the order of summation.
         backend: `reference` (token by token, the definition), `torch` (chunks; the default on a CPU), `sequential`
             (token by token in the memory of one state, or of 2 sqrt(T) states in training), `triton` (kernels; the
-            default on a GPU for what they support: no float64, at most 256 channels and 512 latents per head).
+            default on a GPU for what they support: no float64, at most 512 channels and latents per head).
 
     Raises `ValueError` and `TypeError` for invalid shapes and options.
     """
@@ -108,7 +105,7 @@ def running_softmax(
     if own is not None and own.shape != (B, H, T, 1):
         raise ValueError(f"own must have shape {(B, H, T, 1)}, got {tuple(own.shape)}")
     tensors = [p_BHTL, logits_BHTL, v_BHTV] + ([] if own is None else [own])
-    wide, sizes = wide_of(*tensors), {"latents": (L, MOST_LATENTS), "value channels": (V, MOST_CHANNELS)}
+    wide, sizes = wide_of(*tensors), {"latents": (L, MOST_CHANNELS), "value channels": (V, MOST_CHANNELS)}
     name = choose_for("running_softmax", backend, tensors, sizes)
     check_rest(state, mask, (B, H, L, V), T)
     start = None if state is None else state[0]

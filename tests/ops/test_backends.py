@@ -47,9 +47,9 @@ def test_kernels_are_refused_without_triton(engine, monkeypatch):
 
 
 @pytest.mark.parametrize(("engine", "sizes", "match"), [
-    ("gated_scan", (300, 4), "at most 256 key channels per head, got 300"),
-    ("gated_mean", (1, 300), "at most 256 value channels per head, got 300"),
-    ("gated_scan", (4, 300), "at most 256 value channels per head, got 300"),
+    ("gated_scan", (600, 4), "at most 512 key channels per head, got 600"),
+    ("gated_scan", (4, 600), "at most 512 value channels per head, got 600"),
+    ("gated_mean", (1, 600), "at most 512 value channels per head, got 600"),
     ("running_softmax", (600, 4), "at most 512 latents per head, got 600"),
 ])  # fmt: skip
 def test_kernels_refuse_heads_that_they_cannot_hold(engine, sizes, match):

@@ -39,6 +39,13 @@ TILES = {
 }
 """By the operands of products (see scan_kernels.py) and whether each key channel has its own decay, which takes
 registers. Without tensor cores (`ieee`) the operands of a product lie in registers too."""
+BELOW_HOPPER = TILES | {
+    ("bf16", False): Tiles(64, 64, 64, 128, 4, 64, 32, 8),
+    ("bf16", True): Tiles(64, 64, 64, 64, 8, 32, 32, 8),
+    ("tf32", False): Tiles(64, 64, 64, 128, 4, 32, 32, 8),
+    ("tf32", True): Tiles(64, 64, 32, 64, 8, 32, 32, 8),
+}
+"""Before capability 9.0 tensor cores take all operands from registers. Chunks are the same, as is what is stored."""
 
 
 def precision_of(*tensors: Tensor) -> str:
@@ -69,7 +76,8 @@ class Inputs:
         self.normalise = normalise
         self.precision = precision_of(q, i, v)
         self.decay = "none" if log_f is None else "channel" if log_f.shape[-1] > 1 else "head"
-        self.tiles = TILES[self.precision, self.decay == "channel"]
+        tiles = TILES if common.card(q.device).capability >= (9, 0) else BELOW_HOPPER
+        self.tiles = tiles[self.precision, self.decay == "channel"]
         (self.B, self.H, self.T, self.V), self.K = v.shape, q.shape[-1]
         self.heads, self.chunks = self.B * self.H, -(-self.T // self.tiles.rows)
 
@@ -164,7 +172,7 @@ def total_gradients(x: Inputs, grad: Tensor, out: Tensor | None, total: Tensor) 
             *(grad, out, x.mask, total, dtotal, x.H, x.T, *common.strides(grad)),
             V=x.V,
             C=x.tiles.rows,
-            BLOCK_V=common.tile(x.V),
+            BLOCK_V=_fit(x.V, 128)[0],
             ALIGNED=x.constants(grad)["ALIGNED"],
             num_warps=4,
         )

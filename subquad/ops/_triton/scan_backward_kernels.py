@@ -89,15 +89,18 @@ def totals_kernel(
     """Compute the gradients of the totals: `-grad . out / total`."""
     chunks = tl.cdiv(T, C)
     n, start = tl.program_id(0) // chunks, tl.program_id(0) % chunks * C
-    row_C, v_V = tl.arange(0, C), tl.arange(0, BLOCK_V)
+    row_C = tl.arange(0, C)
     real_C = real_rows(mask, n, H, T, start, row_C)
     grad = of_head(grad, n, H, grad_stride_b, grad_stride_h, ALIGNED) + start * grad_stride_t
     out += ((n // H).to(tl.int64) * T + start) * H * V + (n % H) * V
-    grad_CV = read(grad, row_C, grad_stride_t, v_V, real_C, V).to(tl.float32)
-    out_CV = read(out, row_C, H * V, v_V, real_C, V).to(tl.float32)
+    sum_C = tl.zeros([C], tl.float32)
+    for v_start in range(0, V, BLOCK_V):
+        v_V = v_start + tl.arange(0, BLOCK_V)
+        grad_CV = read(grad, row_C, grad_stride_t, v_V, real_C, V).to(tl.float32)
+        sum_C += tl.sum(grad_CV * read(out, row_C, H * V, v_V, real_C, V).to(tl.float32), 1)
     at_C = n.to(tl.int64) * T + start + row_C
     total_C = tl.load(total + at_C, mask=real_C, other=1.0)
-    tl.store(dtotal + at_C, -tl.sum(grad_CV * out_CV, 1) / total_C, mask=row_C < T - start)
+    tl.store(dtotal + at_C, -sum_C / total_C, mask=row_C < T - start)
 
 
 @triton.jit(do_not_specialize=LENGTHS)

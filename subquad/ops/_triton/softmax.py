@@ -10,6 +10,7 @@ Shape letters: B batch, H heads, T tokens, L latents, V value channels, N = B H,
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +22,6 @@ from subquad.ops._triton import common
 from subquad.ops._triton import softmax_backward_kernels as backward_kernels
 from subquad.ops._triton import softmax_kernels as forward_kernels
 
-LONGEST_SEGMENT = 16
-"""Most chunks per segment of a sequence that is cut into several."""
-MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 or H200."""
 STATE_LATENTS = 16
 """Latents per tile in the passes over segments, which multiply no matrices."""
 
@@ -48,6 +45,12 @@ class Precision(NamedTuple):
         return {"DOT": self.bounded, "WIDE": self.wide, "PRECISION": self.mode, "BOUND": self.bound}
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has; the interpreter stands for an H100."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 PRECISIONS = {
     torch.float32: Precision(tl.float32, tl.float32, "ieee", 4.0, 32),
     torch.bfloat16: Precision(tl.bfloat16, tl.bfloat16, "tf32", 32.0, 128),
@@ -56,9 +59,8 @@ PRECISIONS = {
 
 
 class Tiles(NamedTuple):
-    """Tokens per chunk, latents and value channels per program, its warps, and programs that fill a device.
-
-    Sequences are cut into segments only if there are fewer programs.
+    """Tokens per chunk, latents and value channels per program, its warps, how many programs a device runs at once, and
+    stages of the loads of gradients.
     """
 
     chunk: int
@@ -66,17 +68,36 @@ class Tiles(NamedTuple):
     values: int
     warps: int
     programs: int
+    stages: int = 2
 
     @classmethod
-    def of(cls, L: int, V: int, dtype: torch.dtype) -> Tiles:
-        """Return the tiles for head sizes and dtype; they never depend on T, so a new length doesn't recompile.
+    def of(cls, L: int, V: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+        """Return the tiles for head sizes, dtype and card; they never depend on T, so a new length doesn't recompile.
 
-        In float32, without tensor cores, operands of products lie in registers: tiles are small.
+        In float32, without tensor cores, operands of products lie in registers: tiles are small. So do those of tensor
+        cores before Hopper's: chunks are shorter, and gradients fetch nothing ahead, which takes registers.
         """
-        latents, values = min(common.tile(L), 64), min(common.tile(V), PRECISIONS[dtype].values)
+        count, latents = multiprocessors(device), min(common.tile(L), 64)
+        values = min(common.tile(V), PRECISIONS[dtype].values)
         if dtype == torch.float32:
-            return cls(16, latents, values, 8, 2 * MULTIPROCESSORS)
-        return cls(64, latents, values, 8 if latents * values >= 64 * 64 else 4, 2 * MULTIPROCESSORS)
+            return cls(16, latents, values, 8, 2 * count)
+        chunk, stages = (64, 2) if common.card(device).capability >= (9, 0) else (32, 1)
+        return cls(chunk, latents, values, 8 if latents * values >= 64 * 64 else 4, 2 * count, stages)
+
+
+def chunks_per_segment(programs: int, chunks: int, at_once: int) -> int:
+    """Return into segments of how many chunks to cut sequences, so that whole waves of programs fill the device.
+
+    `programs` is how many walk over uncut sequences of `chunks`, and `at_once` how many run at once. A cut reads keys
+    and values in a pass of its own, about a third of the outputs' work, and so has to save more than that.
+    """
+    best, per = 3 * triton.cdiv(programs, at_once) * chunks, max(1, chunks)
+    for waves in range(1, 5):
+        segments = waves * at_once // max(1, programs)
+        length = max(2, triton.cdiv(chunks, max(1, segments)))
+        if segments > 1 and 4 * waves * length < best:
+            best, per = 4 * waves * length, length
+    return per
 
 
 class Plan(NamedTuple):
@@ -97,15 +118,12 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, p_BHTL: Tensor, v_BHTV: Tensor) -> Plan:
-        """Return the cut with the fewest segments that fill the device: a sequence in one piece is read once."""
+        """Return the cut of a call."""
         B, H, T, L = p_BHTL.shape
         V = v_BHTV.shape[-1]
-        tile = Tiles.of(L, V, v_BHTV.dtype)
+        tile = Tiles.of(L, V, v_BHTV.dtype, v_BHTV.device)
         groups, tiles, chunks = triton.cdiv(L, tile.latents), triton.cdiv(V, tile.values), triton.cdiv(T, tile.chunk)
-        programs = B * H * groups * tiles
-        per = max(1, chunks) if programs >= tile.programs else LONGEST_SEGMENT
-        while programs < tile.programs and per > 2 and programs * triton.cdiv(chunks, per) < tile.programs:
-            per //= 2
+        per = chunks_per_segment(B * H * groups * tiles, chunks, tile.programs)
         return cls(B * H, L, V, tile, groups, tiles, chunks, max(1, triton.cdiv(chunks, per)), per)
 
     def numbers(self, p_BHTL: Tensor) -> tuple[int, int, int, int]:
@@ -129,7 +147,7 @@ class Plan(NamedTuple):
         """Return the constants that are built into the passes over segments."""
         return {"L": self.L, "V": self.V, "LATENTS": STATE_LATENTS, "VALUES": self.tile.values}
 
-    def sizes(self, *tensors: Tensor) -> dict[str, Any]:
+    def sizes(self, *tensors: Tensor, stages: int = 2) -> dict[str, Any]:
         """Return the constants of head sizes and strides that are built into the kernels over segments."""
         # If head sizes are no multiples of 16, strides are for some T only, and a promise that changes with T would
         # recompile.
@@ -143,7 +161,7 @@ class Plan(NamedTuple):
             "CHUNK": self.tile.chunk,
             "ALIGNED": whole and not any(stride % 16 for stride in common.strides(*tensors)),
             "num_warps": self.tile.warps,
-            "num_stages": 2,
+            "num_stages": stages,
         }
 
 
@@ -389,7 +407,7 @@ def _query_gradients(
         cut.grid(cut.segments),
         *(p, k, v, do, dlse, mask, *saved, parts, dlog, r, x, *cut.numbers(p)),
         *(*common.strides(p, k, v, do), parts.stride(0), *common.strides(parts[0])),
-        **cut.sizes(p, k, v, do, parts[0]),
+        **cut.sizes(p, k, v, do, parts[0], stages=cut.tile.stages),
         **PRECISIONS[v.dtype].constants(),
     )
     add_parts(parts, gradients.p)
@@ -409,7 +427,7 @@ def _key_gradients(given: Given, do: Tensor, later: tuple[Tensor, ...], gradient
         *(p, k, v, do, dlog, mask, lse, mean, m, z, r, x, k_parts, v_parts, lse_parts, gradients.mean),
         *(*cut.numbers(p), *common.strides(p, k, v, do)),
         *(k_parts.stride(0), *common.strides(k_parts[0]), v_parts.stride(0), *common.strides(v_parts[0])),
-        **cut.sizes(p, k, v, do, k_parts[0], v_parts[0]),
+        **cut.sizes(p, k, v, do, k_parts[0], v_parts[0], stages=cut.tile.stages),
         **PRECISIONS[v.dtype].constants(),
     )
     add_parts(k_parts, gradients.k)

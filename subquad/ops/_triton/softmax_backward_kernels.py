@@ -29,23 +29,9 @@ from subquad.ops._triton.softmax_kernels import (
     read_logits,
     real_rows,
     reference,
-    whole_window,
     window,
     write,
 )
-
-
-@triton.jit
-def window_gradients(
-    p, dlog, t_C, p_t, l_L, real_C, tokens, e_CL, inverse_CL, G_CC, into_L,
-    L: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return a window's parts of the scores and dk, q in units of the chunk's start, and the sum of x."""
-    q_CL = read(p, t_C, p_t, l_L, real_C, L).to(tl.float32) * inverse_CL
-    x_CL = read(dlog, t_C, L, l_L, t_C < tokens, L) * inverse_CL
-    scores_CC = dot(q_CL, tl.trans(e_CL), WIDE, PRECISION)
-    dk_CL = dot(tl.trans(G_CC), q_CL, WIDE, PRECISION) - tl.cumsum(x_CL, 0, reverse=True)
-    return scores_CC, dk_CL * e_CL, q_CL * into_L[None, :], tl.sum(x_CL, 0) * into_L
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -85,33 +71,28 @@ def query_gradients(
         m_L = tl.load(m + chunk * L + l_L, mask=here_L, other=EMPTY)
         z_L = tl.load(z + chunk * L + l_L, mask=here_L, other=1.0)
         G_CC = tl.where(past_CC, dot(do_CV, tl.trans(v_CV), DOT, PRECISION), 0.0)
-        r_L = reference(k_CL, m_L, tl.zeros([LATENTS], tl.int32))
-        # Gradients need not be causal to the bit, so chunks of one window may skip the window's masks.
-        if tl.max(tl.max(k_CL, 0) - r_L, 0) > BOUND:
-            dp_CL, end_L = tl.zeros([CHUNK, LATENTS], tl.float32), tl.zeros([LATENTS], tl.int32)
-            carry_CL = dp_CL
+        dp_CL, end_L = tl.zeros([CHUNK, LATENTS], tl.float32), tl.zeros([LATENTS], tl.int32)
+        carry_CL = dp_CL
+        # Once in most chunks. No branch for those: it would define operands in two arms.
+        if chunk * CHUNK < tokens:  # always true: see `outputs`
             while tl.min(end_L, 0) < CHUNK:
                 r_L = reference(k_CL, m_L, end_L)
                 e_CL, inverse_CL, end_L = window(k_CL, m_L, z_L, r_L, end_L, BOUND)
                 dp_CL += dot(G_CC, e_CL, WIDE, PRECISION) * inverse_CL
                 carry_CL += inverse_CL * tl.exp(m_L - r_L)[None, :]
-        else:
-            e_CL, inverse_CL = whole_window(k_CL, m_L, z_L, r_L, BOUND)
-            dp_CL = dot(G_CC, e_CL, WIDE, PRECISION) * inverse_CL
-            carry_CL = inverse_CL * tl.exp(m_L - r_L)[None, :]
+        # R in every segment, and before dp, whose product ends R's: in a branch, or in flight beside U's, its operand
+        # in registers would have all products run in series.
+        p_CL, into_L = read(p, t_C, p_t, l_L, real_C, L).to(tl.float32), tl.exp(begin_L - m_L)
+        r_LV += dot(tl.trans(p_CL * carry_CL * into_L[None, :]), do_CV, WIDE, PRECISION)
         dp_CL += dot(do_CV, tl.trans(u_LV), WIDE, PRECISION) * carry_CL
         dp_CL = tl.where(real_C[:, None], dp_CL, 0.0)
         write(dp, dp_CL, t_C, dp_t, l_L, tokens, L)
-        p_CL = read(p, t_C, p_t, l_L, real_C, L).to(tl.float32)
         dlog_CL = p_CL * dp_CL
         if dlse is not None:
             here_C = (t_C < tokens) & (tl.program_id(1) == 0)
             dlog_CL -= read(dlse + n.to(tl.int64) * tokens * L, t_C, L, l_L, here_C, L)
         write(dlog, dlog_CL, t_C, L, l_L, tokens, L)
-        if segment > 0:
-            carry_CL = carry_CL * tl.exp(begin_L - m_L)[None, :]
-            r_LV += dot(tl.trans(p_CL * carry_CL), do_CV, WIDE, PRECISION)
-            x_L += tl.sum(dlog_CL * carry_CL, 0)
+        x_L += tl.sum(dlog_CL * carry_CL, 0) * into_L
         now_L = tl.load(m + (chunk + 1) * L + l_L, mask=here_L, other=EMPTY)
         e_CL = tl.exp(k_CL - now_L[None, :])
         u_LV = u_LV * tl.exp(m_L - now_L)[:, None] + dot(tl.trans(e_CL), v_CV, DOT, PRECISION)
@@ -147,16 +128,15 @@ def segment_ends(
     if dend_lse is not None:
         dlse_L = tl.load(dend_lse + at_L, mask=here_L & (tl.program_id(1) == 0), other=0.0)
         x_L -= dlse_L.to(tl.float32) / z_L
-    for back in range(segments):
-        segment = segments - 1 - back
+    for back in tl.range(segments, num_stages=3):
+        segment, later = segments - 1 - back, back > 0
         at_L = (n * segments + segment).to(tl.int64) * L + l_L
         at_LV = at_L[:, None] * V + v_V[None, :]
-        if back > 0:
-            before_L = tl.load(m + (segment + 1) * per * L + l_L, mask=here_L, other=EMPTY)
-            keep_L = tl.exp(before_L - m_L)
-            r_LV = r_LV * keep_L[:, None] + tl.load(r + at_LV, mask=here_LV, other=0.0)
-            x_L = x_L * keep_L + tl.load(x + at_L, mask=here_L, other=0.0)
-            m_L = before_L
+        before_L = tl.load(m + tl.minimum((segment + 1) * per, chunks) * L + l_L, mask=here_L, other=EMPTY)
+        keep_L = tl.exp(before_L - m_L)
+        r_LV = r_LV * keep_L[:, None] + tl.load(r + at_LV, mask=here_LV & later, other=0.0)
+        x_L = x_L * keep_L + tl.load(x + at_L, mask=here_L & later, other=0.0)
+        m_L = before_L
         tl.store(r + at_LV, r_LV, mask=here_LV)
         tl.store(x + at_L, x_L, mask=here_L)
 
@@ -200,25 +180,19 @@ def key_gradients(
         m_L = tl.load(m + chunk * L + l_L, mask=here_L, other=EMPTY)
         z_L = tl.load(z + chunk * L + l_L, mask=here_L, other=1.0)
         G_CC = tl.where(past_CC, dot(do_CV, tl.trans(v_CV), DOT, PRECISION), 0.0)
-        ref_L = reference(k_CL, m_L, tl.zeros([LATENTS], tl.int32))
-        if tl.max(tl.max(k_CL, 0) - ref_L, 0) > BOUND:
-            scores_CC, dk_CL = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, LATENTS], tl.float32)
-            carry_CL, x_sum_L, end_L = dk_CL, tl.zeros([LATENTS], tl.float32), tl.zeros([LATENTS], tl.int32)
+        scores_CC, dk_CL = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, LATENTS], tl.float32)
+        carry_CL, x_sum_L, end_L = dk_CL, tl.zeros([LATENTS], tl.float32), tl.zeros([LATENTS], tl.int32)
+        if chunk * CHUNK < tokens:
             while tl.min(end_L, 0) < CHUNK:
                 ref_L = reference(k_CL, m_L, end_L)
                 e_CL, inverse_CL, end_L = window(k_CL, m_L, z_L, ref_L, end_L, BOUND)
+                q_CL = read(p, t_C, p_t, l_L, real_C, L).to(tl.float32) * inverse_CL
+                x_CL = read(dlog, t_C, L, l_L, t_C < tokens, L) * inverse_CL
                 into_L = tl.exp(m_L - ref_L)
-                more_CC, more_CL, q_CL, more_L = window_gradients(
-                    p, dlog, t_C, p_t, l_L, real_C, tokens, e_CL, inverse_CL, G_CC, into_L, L, WIDE, PRECISION
-                )
-                scores_CC, dk_CL = scores_CC + more_CC, dk_CL + more_CL
-                carry_CL, x_sum_L = carry_CL + q_CL, x_sum_L + more_L
-        else:
-            e_CL, inverse_CL = whole_window(k_CL, m_L, z_L, ref_L, BOUND)
-            into_L = tl.exp(m_L - ref_L)
-            scores_CC, dk_CL, carry_CL, x_sum_L = window_gradients(
-                p, dlog, t_C, p_t, l_L, real_C, tokens, e_CL, inverse_CL, G_CC, into_L, L, WIDE, PRECISION
-            )
+                scores_CC += dot(q_CL, tl.trans(e_CL), WIDE, PRECISION)
+                dk_CL += (dot(tl.trans(G_CC), q_CL, WIDE, PRECISION) - tl.cumsum(x_CL, 0, reverse=True)) * e_CL
+                carry_CL += q_CL * into_L[None, :]
+                x_sum_L += tl.sum(x_CL, 0) * into_L
         scores_CC = tl.where(past_CC, scores_CC, 0.0)
         now_L = tl.load(m + (chunk + 1) * L + l_L, mask=here_L, other=EMPTY)
         end_CL, keep_L = tl.exp(k_CL - now_L[None, :]), tl.exp(m_L - now_L)

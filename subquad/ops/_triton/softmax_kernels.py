@@ -103,13 +103,6 @@ def past_rows(CHUNK: tl.constexpr):
 
 
 @triton.jit
-def whole_window(k_CL, m_L, z_L, r_L, BOUND: tl.constexpr):
-    """Return `e` and 1 / Z against r, valid in rows before a logit exceeds it by more than BOUND."""
-    e_CL = tl.exp(tl.minimum(k_CL - r_L[None, :], BOUND))
-    return e_CL, 1.0 / ((z_L * tl.exp(m_L - r_L))[None, :] + tl.cumsum(e_CL, 0))
-
-
-@triton.jit
 def reference(k_CL, m_L, begin_L):
     """Return the running maximum at row `begin`, where a window begins; at the chunk's end, a number of at least m."""
     here_CL = tl.arange(0, k_CL.shape[0])[:, None] == begin_L[None, :]
@@ -203,17 +196,19 @@ def segment_starts(
         z_L = tl.exp((lse_L - m_L.to(tl.float64)).to(tl.float32)).to(tl.float64)
         u_LV = tl.load(mean + at_L[:, None] * V + v_V[None, :], mask=here_LV, other=0.0).to(tl.float32)
         u_LV = u_LV * z_L.to(tl.float32)[:, None]
-    for segment in range(segments):
+    # Nothing stands before segment 0. Masks say so, since loads in a branch are not fetched ahead; nor are those of a
+    # loop without products, unless it asks.
+    for segment in tl.range(segments, num_stages=3):
         at_L = (n * segments + segment).to(tl.int64) * L + l_L
         at_LV = at_L[:, None] * V + v_V[None, :]
-        if segment > 0:
-            m_new_L = tl.load(m_sums + at_L, mask=here_L, other=EMPTY)
-            now_L = tl.maximum(m_L, m_new_L)
-            keep_L, take_L = tl.exp(m_L - now_L), tl.exp(m_new_L - now_L)
-            z_new_L = tl.load(z_sums + at_L, mask=here_L, other=0.0) * take_L
-            z_L = z_L * keep_L.to(tl.float64) + z_new_L.to(tl.float64)
-            u_LV = u_LV * keep_L[:, None] + tl.load(u + at_LV, mask=here_LV, other=0.0) * take_L[:, None]
-            m_L = now_L
+        later = segment > 0
+        m_new_L = tl.load(m_sums + at_L, mask=here_L & later, other=EMPTY)
+        now_L = tl.maximum(m_L, m_new_L)
+        keep_L, take_L = tl.exp(m_L - now_L), tl.exp(m_new_L - now_L)
+        z_new_L = tl.load(z_sums + at_L, mask=here_L & later, other=0.0) * take_L
+        z_L = z_L * keep_L.to(tl.float64) + z_new_L.to(tl.float64)
+        u_LV = u_LV * keep_L[:, None] + tl.load(u + at_LV, mask=here_LV & later, other=0.0) * take_L[:, None]
+        m_L = now_L
         tl.store(u + at_LV, u_LV, mask=here_LV)
         tl.store(z_out + at_L, z_L, mask=here_L & first)
         m_at_L = (n.to(tl.int64) * (chunks + 1) + segment * per) * L + l_L
@@ -287,6 +282,20 @@ def outputs(
         tl.store(end_mean + at_L[:, None] * V + v_V[None, :], u_LV, mask=here_LV)
 
 
+@triton.jit
+def log_of_1_plus(e):
+    """Return log(1 + e) for e in [0, 1] with a float32's relative error, which a log of the sum has not near e = 0.
+
+    `2 artanh(s)`, s = e / (2 + e) <= 1/3, by its series, whose first term left out is below 2e-9.
+    """
+    s = e / (2.0 + e)
+    square = s * s
+    sum_of_powers = 1.0 / 15.0
+    for n in tl.static_range(7):
+        sum_of_powers = sum_of_powers * square + 1.0 / (13 - 2 * n)
+    return 2.0 * s * sum_of_powers
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def decode(
     p, k, v, mask, lse, mean, out, out_lse, end_lse, end_mean,
@@ -312,16 +321,25 @@ def decode(
         at_LV, here_LV = at_L[:, None] * V + v_V[None, :], here_L[:, None] & (v_V < V)[None, :]
         p_L = tl.load(p + l_L, mask=here_L & real, other=0.0).to(tl.float32)
         k_L = tl.load(k + l_L, mask=here_L & real, other=0.0).to(tl.float32)
-        k_L = tl.where(real, k_L, EMPTY).to(tl.float64)
+        k_L = tl.where(real, k_L, EMPTY)
         if lse is None:
             before_L, mean_LV = tl.full([LATENTS], EMPTY, tl.float64), tl.zeros([LATENTS, VALUES], tl.float32)
         else:
             before_L = tl.load(lse + at_L, mask=here_L, other=EMPTY)
             mean_LV = tl.load(mean + at_LV, mask=here_LV, other=0.0).to(tl.float32)
-        # float64: the log-normaliser of a long past must grow by single tokens.
-        most_L = tl.maximum(before_L, k_L)
-        after_L = most_L + tl.log(tl.exp(before_L - most_L) + tl.exp(k_L - most_L))
-        keep_L, take_L = tl.exp(before_L - after_L).to(tl.float32), tl.exp(k_L - after_L).to(tl.float32)
+        # float64: the log-normaliser of a long past must grow by single tokens. The growth itself, log(1 + e), has no
+        # need of it: e = exp(-|k - lse|), whose exponent's rounding is made good.
+        over_L = k_L.to(tl.float64) - before_L
+        gap_L = tl.abs(over_L)
+        near_L = gap_L.to(tl.float32)
+        lost_L = tl.minimum(gap_L, 200.0) - tl.minimum(near_L, 200.0).to(
+            tl.float64
+        )  # exp(-200) is zero, so no inf - inf
+        e_L = tl.exp(-near_L) * (1.0 - lost_L.to(tl.float32))
+        after_L = tl.maximum(before_L, k_L.to(tl.float64)) + log_of_1_plus(e_L).to(tl.float64)
+        less_L = e_L / (1.0 + e_L)
+        more_L = 1.0 - less_L  # exactly 1 beside nothing: compiled division is approximate
+        keep_L, take_L = tl.where(over_L > 0.0, less_L, more_L), tl.where(over_L > 0.0, more_L, less_L)
         mean_LV = mean_LV * keep_L[:, None] + take_L[:, None] * new_V[None, :]
         out_V += tl.sum(p_L[:, None] * mean_LV, 0)
         tl.store(end_lse + at_L, after_L, mask=here_L & first)

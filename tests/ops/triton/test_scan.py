@@ -61,6 +61,7 @@ CASES = [
     ("gated mean", 1, 1, 1, FP32), ("gated mean", 2, 1, 16, BF16), ("gated mean", 15, 1, 16, FP32, 3),
     ("gated mean", 17, 1, 80, FP32), ("gated mean", 31, 1, 64, FP16, 3), ("gated mean", 32, 1, 3, BF16),
     ("gated mean", 33, 1, 16, FP16), ("gated mean", 65, 1, 150, BF16, 3), ("gated mean", 100, 1, 16, FP32),
+    ("head mean", 17, 260, 16, BF16), ("latents", 20, 10, 300, FP16), ("channel mean", 17, 300, 260, FP16),
 ]  # fmt: skip
 
 
@@ -260,6 +261,13 @@ def test_a_token_at_a_time_is_one_launch_each(kind, dtype, monkeypatch):
     assert_results_in_budget(kind, actual, [*inputs, *state], dtype)
 
 
+@thinned(2, kind=("head mean", "channel", "latents"), dtype=(FP16, BF16))
+def test_cards_before_hopper(kind, dtype, monkeypatch):
+    monkeypatch.setattr(common, "card", lambda device: common.Card((8, 0), 163 * 1024))
+    inputs, state = make(kind, 70 if kind in LATENTS else 17, dtype, LATENTS.get(kind, 80))
+    assert_is_the_definition(kind, [*inputs, *state], dtype)
+
+
 @kinds
 def test_a_token_of_padding_is_no_step(kind):
     inputs, state = make(kind, 1, batch=2)
@@ -450,6 +458,18 @@ def test_one_segment_or_several(monkeypatch, L):
     monkeypatch.setattr(module.Tiles, "of", lambda *sizes: of(*sizes)._replace(programs=1))
     assert module.Plan.of(p, v).segments == 1
     assert_is_the_definition("latents", [p, k, v, *state], FP32)
+
+
+@pytest.mark.parametrize(("programs", "chunks", "per"), [
+    (32, 64, 8),  # 8 segments make 256 programs, one wave; 16 of 4 chunks would take two
+    (40, 60, 10),  # 240 programs
+    (133, 70, 10),  # 931 programs, 4 waves of 10 chunks; in one piece half of the device would walk over 70
+    (264, 100, 100),  # a whole wave as it is
+    (200, 64, 64),  # 5 segments in 4 waves of 13 chunks save less than the cut costs
+    (528, 9, 9), (1, 3, 2), (1, 2, 2), (1, 1, 1), (0, 5, 5), (5, 0, 1),
+])  # fmt: skip
+def test_segments_fill_whole_waves(programs, chunks, per):
+    assert module.chunks_per_segment(programs, chunks, 264) == per
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])
