@@ -15,14 +15,16 @@ from torch import Tensor
 from subquad.ops import _reference as reference
 from subquad.ops._sequential import attend as sequential
 from subquad.ops._torch import attend as tiled
-from subquad.ops.backends import BACKENDS, HAS_TRITON, choose, without_autocast
+from subquad.ops.backends import BACKENDS, HAS_TRITON, choose, has_tensor_cores, without_autocast
 from subquad.ops.counting import report_scores
 from subquad.ops.padding import check_heads, check_mask, compaction, real_slots
 from subquad.ops.patterns import Pattern
-from subquad.ops.slots import Slots, allowed_pairs, nothing, placed, placed_apart
+from subquad.ops.slots import Slots, Starts, allowed_pairs, nothing, placed, placed_apart, started
 
 Where = tuple[int | Tensor, int | Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """q_start, k_start, lengths, key_lengths, mask and doc_ids of `block_attention`."""
+MOST_CHANNELS = 256
+"""Most channels per head in the kernels of `triton`."""
 Options = tuple[float | None, float, tuple[int, int] | None, str | None]
 """scale, dropout_p, chunk_size and backend of `block_attention`."""
 
@@ -71,8 +73,8 @@ def block_attention(
             patterns), `sequential` (one chunk of queries and keys at a time, in the memory of one tile of scores),
             `triton` (kernels for patterns with one range of keys per query), `flex` (FlexAttention), or None: on a GPU
             `triton` if it supports the pattern, else `flex` in training, where shapes repeat and compilation pays off;
-            `torch` on a CPU, with dropout, in float64, and for patterns that it folds into dense ones. An explicit
-            request never falls back: `triton` and `flex` reject dropout and float64.
+            `torch` on a CPU, on a GPU below compute capability 8.0, with dropout, in float64, and for patterns that it
+            folds into dense ones. An explicit request never falls back: `triton` and `flex` reject dropout and float64.
 
     Returns `[B, H, T, V]` in the dtype of the values; scores are computed in float32 or wider. A query that sees no key
     gives zeros. Raises `ValueError` and `TypeError` for invalid shapes and options.
@@ -132,11 +134,14 @@ def _attention(
         moved = compaction(mask)
         q_BHTK, k_BHSK, v_BHSV = (_take(x, moved.order_BT, moved.lengths_B) for x in (q_BHTK, k_BHSK, v_BHSV))
         lengths = moved.lengths_B
-    if key_lengths is None:
-        slots, real_BT = placed(q_start, k_start, lengths, doc_ids, pattern, q_BHTK, S)
-    else:
+    slots: Slots | Starts
+    if key_lengths is not None:
         others = lengths is not None or mask is not None or doc_ids is not None
         slots, real_BT = placed_apart(q_start, k_start, key_lengths, others, pattern, B), None
+    elif name == "triton":
+        slots, real_BT = started(q_start, k_start, lengths, doc_ids, pattern, q_BHTK, S)
+    else:
+        slots, real_BT = placed(q_start, k_start, lengths, doc_ids, pattern, q_BHTK, S)
     scale = 1 / math.sqrt(K) if scale is None else scale
     report_scores(B * q_BHTK.shape[1], T, S, pattern, q_start, k_start)
     if T == 0 or S == 0:
@@ -155,7 +160,8 @@ def _attention(
 def _default(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float) -> str:
     """Return the default backend."""
     channels = max(q.shape[-1], v.shape[-1])
-    if q.device.type != "cuda" or dropout_p or channels > 256 or torch.float64 in (q.dtype, k.dtype, v.dtype):
+    fits = not dropout_p and channels <= MOST_CHANNELS and torch.float64 not in (q.dtype, k.dtype, v.dtype)
+    if not fits or not has_tensor_cores(q.device):
         return "torch"
     if HAS_TRITON:
         from subquad.ops._triton.attend import supports
@@ -172,7 +178,7 @@ def _run(
     k_BGSK: Tensor,
     v_BGSV: Tensor,
     pattern: Pattern,
-    slots: Slots,
+    slots: Slots | Starts,
     scale: float,
     dropout_p: float,
     chunks: tuple[int, int],

@@ -40,6 +40,14 @@ def card(device: torch.device) -> Card:
     return Card((found.major, found.minor), found.shared_memory_per_block_optin)
 
 
+def float32_products() -> str:
+    """Return the precision of products of float32, that of torch's own on a GPU: "ieee", or "tf32" on tensor cores.
+
+    `torch.set_float32_matmul_precision` chooses; its getter raises where the newer setting, read here, was used.
+    """
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
 def tile(size: int) -> int:
     """Return the smallest power of two that is at least `size`, and at least 16."""
     return max(LEAST_TILE, 1 << max(0, size - 1).bit_length())

@@ -1,7 +1,8 @@
-"""Compiles the kernels for an H100 or H200 (sm_90), for which Triton needs no GPU, and prints what came of it as JSON.
+"""Compiles the kernels for a card, for which Triton needs no GPU, and writes what came of it as JSON.
 
-A process of its own, since a process either compiles kernels or interprets them: `python sm90.py quick gated_scan`, or
-`python sm90.py bfloat16 gated_scan running_softmax`.
+A process of its own, since a process either compiles kernels or interprets them: `python compile_for.py 90 quick
+gated_scan` or `python compile_for.py 80 bfloat16 gated_scan running_softmax` prints; `python compile_for.py all
+benchmarks/results/compiled.json` writes the numbers of the tables in docs/gpu.md.
 """
 
 import json
@@ -11,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 from functools import partial
+from itertools import product
+from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -23,9 +26,19 @@ from subquad.ops._triton.attend import attend
 from subquad.ops._triton.scan import gated_scan
 from subquad.ops._triton.softmax import running_softmax
 from subquad.ops.patterns import Causal, Segments, Shifted, Window
-from subquad.ops.slots import Slots
+from subquad.ops.slots import Starts
 
 BF16 = torch.bfloat16
+DTYPES = {"bfloat16": BF16, "float16": torch.float16, "float32": torch.float32, "tf32": torch.float32}
+"""`tf32`: float32 with products on tensor cores."""
+KIB = 1024
+CARDS = {
+    80: common.Card((8, 0), 163 * KIB),
+    86: common.Card((8, 6), 99 * KIB),
+    89: common.Card((8, 9), 99 * KIB),
+    90: common.Card((9, 0), 227 * KIB),
+}
+"""By architecture: A100; A40 and RTX 30; L4, L40S and RTX 40; H100 and H200."""
 # Every path that depends on the length at all is taken by the first two.
 FIRST = (10_000, 1)
 LENGTHS = (2, 3, 5, 15, 16, 17, 31, 63, 64, 65, 100, 127, 128, 129, 200, 255, 257, 1000, 4096, 65_536)
@@ -34,42 +47,48 @@ LENGTHS = (2, 3, 5, 15, 16, 17, 31, 63, 64, 65, 100, 127, 128, 129, 200, 255, 25
 class Target:
     """A driver for a device that is not there."""
 
+    def __init__(self, arch):
+        self.arch = arch
+
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self):
-        return 0
+        return self.arch  # kernels are kept by device
 
     def get_current_stream(self, device=None):
         return 0
 
 
 class Compiled:
-    """Compiles instead of launching, and keeps the kernels that came of it."""
+    """Compiles instead of launching, and keeps the kernels that came of it, each with the first case that needs it."""
 
     def __init__(self):
-        self.kernels = {}
+        self.kernels, self.case = {}, {}
 
     def launch(self, kernel, grid, *arguments, **constants):
         if 0 not in grid:
             compiled = kernel.warmup(*arguments, grid=grid, **constants)
-            self.kernels.setdefault(compiled.hash, (kernel.fn.__name__, compiled))
+            self.kernels.setdefault(compiled.hash, (kernel.fn.__name__, self.case, compiled))
 
     def report(self):
-        """Of each kernel: its name, bytes of shared memory, and bytes a thread that registers spill."""
+        """Return each kernel's name, case, bytes of shared memory, and registers and bytes of stack a thread."""
         return [
-            {"name": name, "shared": compiled.metadata.shared, "spills": spills(compiled.asm["cubin"])}
-            for name, compiled in self.kernels.values()
+            {"kernel": name, **case, "shared": compiled.metadata.shared, **usage(compiled.asm["cubin"])}
+            for name, case, compiled in self.kernels.values()
         ]
 
 
-def spills(cubin):
+def usage(cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return max(int(stack) for stack in re.findall(r"STACK:(\d+)", usage))
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {
+        name: max(int(number) for number in re.findall(rf"{short}:(\d+)", found))
+        for name, short in (("registers", "REG"), ("stack", "STACK"))
+    }
 
 
 def inputs(tokens, *channels, dtype, heads=2):
@@ -106,9 +125,9 @@ def softmax(tokens, L, V, dtype, want_lse=False):
 def attention(tokens, pattern, K, V, dtype):
     """Forward, backward, and one token more without gradients."""
     q, k, v = inputs(tokens, K, K, V, dtype=dtype)
-    differentiate(attend(q, k, v, pattern, Slots(0, 0), 0.125))
+    differentiate(attend(q, k, v, pattern, Starts(0, 0), 0.125))
     with torch.no_grad():
-        attend(*inputs(1, K, dtype=dtype), k, v, pattern, Slots(tokens - 1, 0), 0.125)
+        attend(*inputs(1, K, dtype=dtype), k, v, pattern, Starts(tokens - 1, 0), 0.125)
 
 
 SIZES = ((16, 16), (43, 80), (64, 64), (128, 128), (256, 256))
@@ -141,6 +160,7 @@ def report(calls, lengths):
     compiled, again = Compiled(), {}
     common.launch = compiled.launch
     for call in calls:
+        compiled.case = {name: str(value) for name, value in call.keywords.items() if name in ("K", "L", "V", "decay")}
         for tokens in FIRST:
             call(tokens)
         for tokens in lengths:
@@ -150,15 +170,33 @@ def report(calls, lengths):
     return {"kernels": compiled.report(), "compiled again": again}
 
 
-def main(which, *families):
-    """`quick`: what is used most, at all lengths; the name of a dtype: all sizes in it."""
-    triton.runtime.driver.set_active(Target())
+def compile_for(arch, which, *families):
+    """Return the reports of families. `quick`: what is used most, at all lengths; name of a dtype: all sizes in it."""
+    triton.runtime.driver.set_active(Target(arch))
+    torch.set_float32_matmul_precision("high" if which == "tf32" else "highest")
+    common.card = lambda device: CARDS[arch]
     common.check_device = lambda op, *tensors: None
-    reports = {}
-    for family in families:
-        calls = QUICK[family] if which == "quick" else [partial(f, dtype=getattr(torch, which)) for f in ALL[family]]
-        reports[family] = report(calls, LENGTHS if which == "quick" else ())
-    print(json.dumps(reports))
+    return {
+        family: report(QUICK[family], LENGTHS)
+        if which == "quick"
+        else report([partial(call, dtype=DTYPES[which]) for call in ALL[family]], ())
+        for family in families
+    }
+
+
+def main(first, second, *families):
+    if first != "all":
+        print(json.dumps(compile_for(int(first), second, *families)))
+        return
+    rows = [
+        {"card": f"sm_{arch}", "family": family, "dtype": dtype, **row}
+        for arch, dtype in product(CARDS, DTYPES)
+        for family, found in compile_for(arch, dtype, *(families or ALL)).items()
+        for row in found["kernels"]
+    ]
+    head = {"triton": triton.__version__, "limits": {f"sm_{arch}": card.shared for arch, card in CARDS.items()}}
+    lines = ",\n".join(map(json.dumps, rows))
+    Path(second).write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":
