@@ -23,8 +23,6 @@ from subquad.ops.slots import Slots, Starts, allowed_pairs, nothing, placed, pla
 
 Where = tuple[int | Tensor, int | Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """q_start, k_start, lengths, key_lengths, mask and doc_ids of `block_attention`."""
-MOST_CHANNELS = 256
-"""Most channels per head in the kernels of `triton`."""
 Options = tuple[float | None, float, tuple[int, int] | None, str | None]
 """scale, dropout_p, chunk_size and backend of `block_attention`."""
 
@@ -71,10 +69,11 @@ def block_attention(
             order of summation.
         backend: `reference` (dense, the definition), `torch` (tiles; linear memory, except for dropout on unbounded
             patterns), `sequential` (one chunk of queries and keys at a time, in the memory of one tile of scores),
-            `triton` (kernels for patterns with one range of keys per query), `flex` (FlexAttention), or None: on a GPU
-            `triton` if it supports the pattern, else `flex` in training, where shapes repeat and compilation pays off;
-            `torch` on a CPU, on a GPU below compute capability 8.0, with dropout, in float64, and for patterns that it
-            folds into dense ones. An explicit request never falls back: `triton` and `flex` reject dropout and float64.
+            `triton` (kernels for patterns with one range of keys per query and at most 512 channels per head), `flex`
+            (FlexAttention), or None: on a GPU `triton` if it supports the pattern, else `flex` in training, where
+            shapes repeat and compilation pays off; `torch` on a CPU, on a GPU below compute capability 8.0, with
+            dropout, in float64, and for patterns that it folds into dense ones. An explicit request never falls back:
+            `triton` and `flex` reject dropout and float64.
 
     Returns `[B, H, T, V]` in the dtype of the values; scores are computed in float32 or wider. A query that sees no key
     gives zeros. Raises `ValueError` and `TypeError` for invalid shapes and options.
@@ -159,17 +158,17 @@ def _attention(
 
 def _default(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float) -> str:
     """Return the default backend."""
-    channels = max(q.shape[-1], v.shape[-1])
-    fits = not dropout_p and channels <= MOST_CHANNELS and torch.float64 not in (q.dtype, k.dtype, v.dtype)
-    if not fits or not has_tensor_cores(q.device):
+    channels, dtypes = max(q.shape[-1], v.shape[-1]), (q.dtype, k.dtype, v.dtype)
+    if dropout_p or torch.float64 in dtypes or not has_tensor_cores(q.device):
         return "torch"
     if HAS_TRITON:
-        from subquad.ops._triton.attend import supports
+        from subquad.ops._triton.attend import most_channels, supports
 
-        if supports(pattern):
+        if supports(pattern) and channels <= most_channels(max(dtype.itemsize for dtype in dtypes), q.device):
             return "triton"
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return "flex" if training and not pattern.folded and not pattern.columns else "torch"
+    flex = training and channels <= 256 and not pattern.folded and not pattern.columns
+    return "flex" if flex else "torch"
 
 
 def _run(

@@ -116,7 +116,8 @@ def capable(monkeypatch):
     """Plant a GPU's major compute capability."""
 
     def plant(major):
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
+        found = SimpleNamespace(major=major, minor=0, shared_memory_per_block_optin=99 * 1024)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
 
     plant(8)
     return plant
@@ -161,7 +162,13 @@ def test_a_gpu_without_tensor_cores_for_bfloat16_runs_torch(major, capable):
 
 @pytest.mark.parametrize("pattern", [*KERNELS, *NO_KERNELS], ids=repr)
 @pytest.mark.parametrize(
-    "option", [{"device": "cpu"}, {"dropout_p": 0.1}, {"dtype": torch.float64}, {"channels": 300}], ids=str
+    "option", [{"device": "cpu"}, {"dropout_p": 0.1}, {"dtype": torch.float64}, {"channels": 600}], ids=str
 )
 def test_torch_runs_everything_else(pattern, option):
     assert default(pattern, **option) == "torch"
+
+
+def test_kernels_take_the_channels_whose_tiles_fit_on_the_card():
+    assert default(KERNELS[0], channels=512) == "triton"
+    assert default(KERNELS[0], channels=300, dtype=torch.float32) == "torch", "160 KiB, and the planted card has 99"
+    assert default(NO_KERNELS[0], channels=300) == "torch"

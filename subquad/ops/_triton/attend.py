@@ -72,26 +72,47 @@ class Sizes(NamedTuple):
 
 
 SIZES: dict[tuple[int, int], tuple[Sizes, ...]] = {
-    (2, 64): (Sizes(99, Tiles(128, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 2)),),
+    (2, 64): (
+        Sizes(200, Tiles(128, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 2)),
+        Sizes(99, Tiles(128, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(32, 128, 8, 2)),
+    ),
     (2, 128): (
         Sizes(200, Tiles(128, 64, 8, 3), Tiles(16, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(32, 128, 8, 2)),
-        Sizes(113, Tiles(128, 64, 8, 3), Tiles(16, 64, 4, 3), Tiles(64, 64, 8, 2), Tiles(32, 128, 8, 2)),
-        Sizes(99, Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 3), Tiles(64, 64, 8, 2), Tiles(32, 128, 8, 2)),
+        Sizes(128, Tiles(128, 64, 8, 3), Tiles(16, 64, 4, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
+        Sizes(99, Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
     ),
     (2, 256): (
-        Sizes(200, Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 2), Tiles(128, 32, 8, 2), Tiles(32, 64, 8, 2)),
+        Sizes(209, Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 2), Tiles(128, 32, 8, 2), Tiles(32, 64, 8, 2)),
         Sizes(145, Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2)),
         Sizes(99, Tiles(64, 32, 4, 2), Tiles(16, 64, 4, 2), Tiles(64, 32, 4, 1), Tiles(32, 32, 8, 2)),
     ),
+    (2, 512): (
+        Sizes(200, Tiles(64, 32, 8, 1), Tiles(16, 32, 4, 1), Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1)),
+        Sizes(99, Tiles(32, 32, 8, 1), Tiles(16, 32, 4, 1), Tiles(16, 32, 8, 1), Tiles(16, 16, 8, 1)),
+    ),
     (4, 64): (Sizes(99, Tiles(64, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2)),),
     (4, 128): (Sizes(99, Tiles(32, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),),
-    (4, 256): (Sizes(99, Tiles(16, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 2)),),
+    (4, 256): (
+        Sizes(128, Tiles(16, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 2)),
+        Sizes(99, Tiles(16, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(16, 16, 8, 2), Tiles(16, 16, 8, 2)),
+    ),
+    (4, 512): (Sizes(160, Tiles(16, 32, 8, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)),),
 }
 """By bytes per entry and most channels per head; never by the length, so that a new length doesn't recompile.
 
 The first that fits into the shared memory of a block is taken: 227 KiB on an H100 or H200, 163 on an A100, 99 on
-consumer cards. Chosen by the compiler's output: registers hardly spill, and products are not serialised.
+consumer cards. Chosen by the compiler's output (docs/gpu.md): registers hardly spill, and products are not serialised.
 """
+MOST_CHANNELS = max(channels for _, channels in SIZES)
+"""Most key or value channels per head."""
+
+
+@torch.compiler.assume_constant_result
+def most_channels(itemsize: int, device: torch.device) -> int:
+    """Return the most channels per head whose tiles fit on a device."""
+    shared = common.card(device).shared
+    fitting = (key for key, choices in SIZES.items() if choices[-1].shared * 1024 <= shared)
+    return max((channels for size, channels in fitting if size == itemsize), default=0)
 
 
 def sizes_for(itemsize: int, channels: int, shared: int) -> Sizes:
@@ -185,8 +206,10 @@ def attend(
         valid = ", ".join(sorted(kind.__name__ for kind in RANGES))
         raise ValueError(f"backend 'triton' of block_attention has no kernel for {pattern}; it has: {valid}")
     channels = max(q_BHTK.shape[-1], v_BGSV.shape[-1])
-    if channels > 256:
-        raise ValueError(f"backend 'triton' of block_attention takes heads of at most 256 channels, got {channels}")
+    if channels > MOST_CHANNELS:
+        raise ValueError(
+            f"backend 'triton' of block_attention takes heads of at most {MOST_CHANNELS} channels, got {channels}"
+        )
     farthest = max(starts.q_start + q_BHTK.shape[2], starts.k_start + k_BGSK.shape[2])
     if farthest > FAR:
         raise ValueError(f"backend 'triton' of block_attention takes positions up to {FAR}, got {farthest}")

@@ -6,7 +6,6 @@ real ones are masked, so any sizes work.
 
 from __future__ import annotations
 
-import functools
 import os
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -31,7 +30,6 @@ HOPPER = Card((9, 0), 227 * 1024)
 """An H100 or H200, which the interpreter stands for."""
 
 
-@functools.cache
 def card(device: torch.device) -> Card:
     """Return what a device offers."""
     if device.type != "cuda":
