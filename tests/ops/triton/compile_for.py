@@ -1,8 +1,8 @@
 """Compiles the kernels for a card, for which Triton needs no GPU, and writes what came of it as JSON.
 
-A process of its own, since a process either compiles kernels or interprets them: `python compile_for.py 90 quick
-gated_scan` or `python compile_for.py 80 bfloat16 gated_scan running_softmax` prints; `python compile_for.py all
-benchmarks/results/compiled.json` writes the numbers of the tables in docs/gpu.md.
+A process of its own, since a process either compiles kernels or interprets them. `python compile_for.py
+90:quick:gated_scan 80:bfloat16:running_softmax` prints what it compiled: architecture, cases and family.
+`python compile_for.py all benchmarks/results/compiled.json` writes the numbers of docs/gpu.md.
 """
 
 import json
@@ -69,7 +69,8 @@ class Compiled:
     def launch(self, kernel, grid, *arguments, **constants):
         if 0 not in grid:
             compiled = kernel.warmup(*arguments, grid=grid, **constants)
-            self.kernels.setdefault(compiled.hash, (kernel.fn.__name__, self.case, compiled))
+            name = kernel.fn.__name__ + (" (one token)" if constants.get("SAME_POSITION") else "")
+            self.kernels.setdefault(compiled.hash, (name, self.case, compiled))
 
     def report(self):
         """Return each kernel's name, case, bytes of shared memory, and registers and bytes of stack a thread."""
@@ -172,33 +173,40 @@ def report(calls, lengths):
     return {"kernels": compiled.report(), "compiled again": again}
 
 
-def compile_for(arch, which, *families):
-    """Return the reports of families. `quick`: what is used most, at all lengths; name of a dtype: all sizes in it."""
+def compile_for(arch, which, family):
+    """Return the report of a family: `quick`, what is used most, at all lengths; a dtype, all sizes in it."""
     triton.runtime.driver.set_active(Target(arch))
     torch.set_float32_matmul_precision("high" if which == "tf32" else "highest")
     common.card = lambda device: CARDS[arch]
     common.check_device = lambda op, *tensors: None
-    return {
-        family: report(QUICK[family], LENGTHS)
-        if which == "quick"
-        else report([partial(call, dtype=DTYPES[which]) for call in ALL[family]], ())
-        for family in families
-    }
+    if which == "quick":
+        found = report(QUICK[family], LENGTHS)
+    else:
+        found = report([partial(call, dtype=DTYPES[which]) for call in ALL[family]], ())
+    return {"limit": CARDS[arch].shared, **found}
 
 
-def main(first, second, *families):
-    if first != "all":
-        print(json.dumps(compile_for(int(first), second, *families)))
+def rows():
+    """Yield what docs/gpu.md shows, heads of as many key as value channels, one line a kernel and case."""
+    for family, which, arch in product(ALL, DTYPES, CARDS):
+        found = {}
+        for kernel in compile_for(arch, which, family)["kernels"]:
+            channels = kernel.get("K", kernel.get("L"))
+            if channels in ("64", "128", "256", "512") and kernel["V"] in (channels, "64"):
+                numbers = [kernel[name] for name in ("shared", "registers", "stack")]
+                case = found.setdefault((kernel["kernel"], int(channels)), numbers)
+                case[:] = map(max, case, numbers)  # of all decays and patterns
+        yield from ([family, *case, which, f"sm_{arch}", *numbers] for case, numbers in found.items())
+
+
+def main(*specs):
+    if specs[0] == "all":
+        head = {"triton": triton.__version__, "limits": {f"sm_{arch}": card.shared for arch, card in CARDS.items()}}
+        lines = ",\n".join(map(json.dumps, rows()))
+        Path(specs[1]).write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
         return
-    rows = [
-        {"card": f"sm_{arch}", "family": family, "dtype": dtype, **row}
-        for arch, dtype in product(CARDS, DTYPES)
-        for family, found in compile_for(arch, dtype, *(families or ALL)).items()
-        for row in found["kernels"]
-    ]
-    head = {"triton": triton.__version__, "limits": {f"sm_{arch}": card.shared for arch, card in CARDS.items()}}
-    lines = ",\n".join(map(json.dumps, rows))
-    Path(second).write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
+    parts = {spec: spec.split(":") for spec in specs}
+    print(json.dumps({spec: compile_for(int(arch), which, family) for spec, (arch, which, family) in parts.items()}))
 
 
 if __name__ == "__main__":
