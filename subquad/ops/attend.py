@@ -136,7 +136,8 @@ def _attention(
     slots: Slots | Starts
     if key_lengths is not None:
         others = lengths is not None or mask is not None or doc_ids is not None
-        slots, real_BT = placed_apart(q_start, k_start, key_lengths, others, pattern, B), None
+        apart, real_BT = placed_apart(q_start, k_start, key_lengths, others, pattern, B), None
+        slots = Starts(*apart[:3]) if name == "triton" else apart
     elif name == "triton":
         slots, real_BT = started(q_start, k_start, lengths, doc_ids, pattern, q_BHTK, S)
     else:
@@ -192,19 +193,19 @@ def _run(
     if backend not in ("triton", "flex"):
         dtype = torch.promote_types(dtype, torch.float32)
     q, k, v = (x.to(dtype) for x in (q_BHTK, k_BGSK, v_BGSV))
-    if backend in ("triton", "flex"):
-        if dropout_p:
-            raise ValueError(
-                f"backend {backend!r} of block_attention has no dropout, got dropout_p={dropout_p}; "
-                "valid: reference, torch, sequential"
-            )
-        if backend == "flex":
-            from subquad.ops import _flex as flex
-
-            return flex.attend(q, k, v, pattern, slots, scale, with_lse)
+    if backend in ("triton", "flex") and dropout_p:
+        raise ValueError(
+            f"backend {backend!r} of block_attention has no dropout, got dropout_p={dropout_p}; "
+            "valid: reference, torch, sequential"
+        )
+    if isinstance(slots, Starts):
         from subquad.ops._triton import attend as kernels
 
         return kernels.attend(q, k, v, pattern, slots, scale)
+    if backend == "flex":
+        from subquad.ops import _flex as flex
+
+        return flex.attend(q, k, v, pattern, slots, scale, with_lse)
     k, v = (_share_heads(x, q.shape[1]) for x in (k, v))
     if backend == "reference":
         allowed_BTS = allowed_pairs(pattern, slots, q.shape[2], k.shape[2], q.device)

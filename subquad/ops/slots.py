@@ -102,11 +102,12 @@ def started(
     """Return what `placed` does, by starts: no operation on the device, and no position that a CUDA graph would fix."""
     B, _, T, _ = q_BHTK.shape
     _, real_BT = _real(q_start, k_start, lengths, doc_ids, pattern, q_BHTK, S)
-    starts = [(0, _start(x, B)) if isinstance(x, Tensor) else (x, None) for x in (q_start, k_start)]
-    ints, rows = zip(*starts, strict=True)
-    if rows == (None, None) and doc_ids is None and pattern.causal:
+    (q_first, q_start_B), (k_first, k_start_B) = (
+        (0, _start(x, B)) if isinstance(x, Tensor) else (x, None) for x in (q_start, k_start)
+    )
+    if q_start_B is None and k_start_B is None and doc_ids is None and pattern.causal:
         lengths = None  # as in `placed`
-    return Starts(*ints, lengths, *rows, *_documents(doc_ids, T, S)), real_BT
+    return Starts(q_first, k_first, lengths, q_start_B, k_start_B, *_documents(doc_ids, T, S)), real_BT
 
 
 def _real(

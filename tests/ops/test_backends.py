@@ -116,7 +116,8 @@ def capable(monkeypatch):
     """Plant a GPU's major compute capability."""
 
     def plant(major):
-        found = SimpleNamespace(major=major, minor=0, shared_memory_per_block_optin=99 * 1024)
+        shared = {"shared_memory_per_block": 48 * 1024, "shared_memory_per_block_optin": 99 * 1024}
+        found = SimpleNamespace(major=major, minor=0, **shared)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
 
     plant(8)

@@ -35,7 +35,8 @@ def card(device: torch.device) -> Card:
     if device.type != "cuda":
         return HOPPER
     found = torch.cuda.get_device_properties(device)
-    return Card((found.major, found.minor), found.shared_memory_per_block_optin)
+    shared = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)  # ROCm has only the latter
+    return Card((found.major, found.minor), shared)
 
 
 def float32_products() -> str:
