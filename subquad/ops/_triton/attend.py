@@ -78,8 +78,8 @@ SIZES: dict[tuple[int, int], tuple[Sizes, ...]] = {
     ),
     (2, 128): (
         Sizes(200, Tiles(128, 64, 8, 3), Tiles(16, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(32, 128, 8, 2)),
-        Sizes(128, Tiles(128, 64, 8, 3), Tiles(16, 64, 4, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
-        Sizes(99, Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
+        Sizes(128, Tiles(128, 64, 8, 3), Tiles(16, 64, 4, 3), Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2)),
+        Sizes(99, Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 3), Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2)),
     ),
     (2, 256): (
         Sizes(209, Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 2), Tiles(128, 32, 8, 2), Tiles(32, 64, 8, 2)),
@@ -159,6 +159,8 @@ class Call:
             kind = tl.float32  # the interpreter has no arithmetic in bfloat16
         # Gradients of scores may exceed the range of float16, but not of tf32, which has the same precision.
         wide = {"GRAD_TYPE": tl.float32 if self.dtype == torch.float16 else kind} if backward else {}
+        # Loads of less than 4 bytes are not asynchronous: those ahead would lie in registers, and spill them.
+        narrowest = min(self.K_unit, self.V_unit) * self.dtype.itemsize
         return {
             "K": self.K,
             "V": self.V,
@@ -173,7 +175,7 @@ class Call:
             "ROWS": tiles.rows,
             "KEYS": tiles.keys,
             "num_warps": tiles.warps,
-            "num_stages": tiles.stages,
+            "num_stages": tiles.stages if narrowest >= 4 else 1,
         }
 
 
