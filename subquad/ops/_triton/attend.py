@@ -96,7 +96,7 @@ SIZES: dict[tuple[int, int], tuple[Sizes, ...]] = {
         Sizes(128, Tiles(16, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 2)),
         Sizes(99, Tiles(16, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(16, 16, 8, 2), Tiles(16, 16, 8, 2)),
     ),
-    (4, 512): (Sizes(160, Tiles(16, 32, 8, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)),),
+    (4, 512): (Sizes(160, Tiles(16, 32, 8, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 8, 2), Tiles(16, 16, 8, 1)),),
 }
 """By bytes per entry and most channels per head; never by the length, so that a new length doesn't recompile.
 

@@ -9,15 +9,12 @@ from pathlib import Path
 import pytest
 
 STACK = 1024
-"""Bytes a thread that registers may spill."""
+"""Bytes a thread that registers may spill, where `NAMED` has no reason for more."""
+NAMED = {}
+"""Reasons, by kernel and architecture."""
 FAMILIES = ("gated_scan", "running_softmax", "block_attention")
 DTYPES = ("bfloat16", "float16", "float32", "tf32")
 CARDS = (80, 86, 89, 90)
-
-
-def named(family, which, kernel):
-    """Return why a kernel may spill more; empty if it may not."""
-    return ""
 
 
 def compiled(*specs):
@@ -28,11 +25,11 @@ def compiled(*specs):
     assert done.returncode == 0, done.stderr
     reports = json.loads(done.stdout)
     for spec in specs:
-        _, which, family = spec.split(":")
+        arch, _, family = spec.split(":")
         assert len(reports[spec]["kernels"]) > 2, spec
         for kernel in reports[spec]["kernels"]:
             assert kernel["shared"] <= reports[spec]["limit"], (spec, kernel)
-            assert kernel["stack"] <= STACK or named(family, which, kernel), (spec, kernel)
+            assert kernel["stack"] <= STACK or (kernel["kernel"], int(arch)) in NAMED, (spec, kernel)
     return reports
 
 
