@@ -19,7 +19,7 @@ from subquad.ops.backends import BACKENDS, HAS_TRITON, choose, has_tensor_cores,
 from subquad.ops.counting import report_scores
 from subquad.ops.padding import check_heads, check_mask, compaction, real_slots
 from subquad.ops.patterns import Pattern
-from subquad.ops.slots import Slots, Starts, allowed_pairs, nothing, placed, placed_apart, started
+from subquad.ops.slots import Slots, Starts, allowed_pairs, nothing, placed, placed_apart
 
 Where = tuple[int | Tensor, int | Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """q_start, k_start, lengths, key_lengths, mask and doc_ids of `block_attention`."""
@@ -138,10 +138,9 @@ def _attention(
         others = lengths is not None or mask is not None or doc_ids is not None
         apart, real_BT = placed_apart(q_start, k_start, key_lengths, others, pattern, B), None
         slots = Starts(*apart[:3]) if name == "triton" else apart
-    elif name == "triton":
-        slots, real_BT = started(q_start, k_start, lengths, doc_ids, pattern, q_BHTK, S)
     else:
-        slots, real_BT = placed(q_start, k_start, lengths, doc_ids, pattern, q_BHTK, S)
+        given = q_start, k_start, lengths, doc_ids, pattern, q_BHTK, S
+        slots, real_BT = placed(*given, for_kernels=name == "triton")
     scale = 1 / math.sqrt(K) if scale is None else scale
     report_scores(B * q_BHTK.shape[1], T, S, pattern, q_start, k_start)
     if T == 0 or S == 0:

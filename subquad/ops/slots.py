@@ -73,72 +73,44 @@ def placed(
     pattern: Pattern,
     q_BHTK: Tensor,
     S: int,
-) -> tuple[Slots, Tensor | None]:
+    *,
+    for_kernels: bool = False,
+) -> tuple[Slots | Starts, Tensor | None]:
     """Return the positions by starts, lengths and documents, and bool `[B, T]`, True for real queries (None: all are).
 
+    `for_kernels` gives `Starts`: no operation on the device, and no position that a CUDA graph would keep.
     Raises `ValueError` for starts, lengths and documents that do not agree.
     """
     B, _, T, _ = q_BHTK.shape
-    real_BS, real_BT = _real(q_start, k_start, lengths, doc_ids, pattern, q_BHTK, S)
-    if isinstance(q_start, int) and isinstance(k_start, int) and doc_ids is None:
-        # In a causal pattern a padded key lies after every real query.
-        return Slots(q_start, k_start, None if pattern.causal else lengths), real_BT
-    q_pos_BT = _positions(q_start, T, B, q_BHTK.device)
-    k_pos_BS = _positions(k_start, S, B, q_BHTK.device)
-    if real_BS is not None and real_BT is not None:
-        q_pos_BT, k_pos_BS = q_pos_BT.masked_fill(~real_BT, -1), k_pos_BS.masked_fill(~real_BS, -1)
-    return Slots(0, 0, None, q_pos_BT, k_pos_BS, *_documents(doc_ids, T, S)), real_BT
-
-
-def started(
-    q_start: int | Tensor,
-    k_start: int | Tensor,
-    lengths: Tensor | None,
-    doc_ids: Tensor | None,
-    pattern: Pattern,
-    q_BHTK: Tensor,
-    S: int,
-) -> tuple[Starts, Tensor | None]:
-    """Return what `placed` does, by starts: no operation on the device, and no position that a CUDA graph would fix."""
-    B, _, T, _ = q_BHTK.shape
-    _, real_BT = _real(q_start, k_start, lengths, doc_ids, pattern, q_BHTK, S)
-    (q_first, q_start_B), (k_first, k_start_B) = (
-        (0, _start(x, B)) if isinstance(x, Tensor) else (x, None) for x in (q_start, k_start)
-    )
-    if q_start_B is None and k_start_B is None and doc_ids is None and pattern.causal:
-        lengths = None  # as in `placed`
-    return Starts(q_first, k_first, lengths, q_start_B, k_start_B, *_documents(doc_ids, T, S)), real_BT
-
-
-def _real(
-    q_start: int | Tensor,
-    k_start: int | Tensor,
-    lengths: Tensor | None,
-    doc_ids: Tensor | None,
-    pattern: Pattern,
-    q_BHTK: Tensor,
-    S: int,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return bool `[B, S]` and `[B, T]`, True for real keys and queries (None: all are); raise as `placed` does."""
-    B, _, T, _ = q_BHTK.shape
+    real_BS = real_BT = None
     for name, x, shape in (("lengths", lengths, (B,)), ("doc_ids", doc_ids, (B, S))):
         _check_whole(name, x, shape)
     if (lengths is not None or doc_ids is not None) and T > S:
         raise ValueError(f"with lengths or doc_ids the queries are the last of the keys, got T={T} > S={S}")
-    ints = isinstance(q_start, int) and isinstance(k_start, int)
-    if ints and (lengths is not None or doc_ids is not None) and pattern.causal and q_start - k_start != S - T:
-        raise ValueError(
-            "with lengths or doc_ids the queries must be the last of the keys: q_start - k_start = S - T, "
-            f"got q_start={q_start}, k_start={k_start}, S={S}, T={T}"
+    if lengths is not None:
+        real_BS = real_slots(lengths, S)
+        real_BT = real_BS[:, S - T :]
+    docs = (None, None) if doc_ids is None else (doc_ids[:, S - T :], doc_ids)
+    if isinstance(q_start, int) and isinstance(k_start, int):
+        if (lengths is not None or doc_ids is not None) and pattern.causal and q_start - k_start != S - T:
+            raise ValueError(
+                "with lengths or doc_ids the queries must be the last of the keys: q_start - k_start = S - T, "
+                f"got q_start={q_start}, k_start={k_start}, S={S}, T={T}"
+            )
+        if doc_ids is None:
+            # In a causal pattern a padded key lies after every real query.
+            kind = Starts if for_kernels else Slots
+            return kind(q_start, k_start, None if pattern.causal else lengths), real_BT
+    if for_kernels:
+        (q_first, q_start_B), (k_first, k_start_B) = (
+            (0, _start(x, B)) if isinstance(x, Tensor) else (x, None) for x in (q_start, k_start)
         )
-    if lengths is None:
-        return None, None
-    real_BS = real_slots(lengths, S)
-    return real_BS, real_BS[:, S - T :]
-
-
-def _documents(doc_ids: Tensor | None, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if doc_ids is None else (doc_ids[:, S - T :], doc_ids)
+        return Starts(q_first, k_first, lengths, q_start_B, k_start_B, *docs), real_BT
+    q_pos_BT = _positions(q_start, T, B, q_BHTK.device)
+    k_pos_BS = _positions(k_start, S, B, q_BHTK.device)
+    if real_BS is not None and real_BT is not None:
+        q_pos_BT, k_pos_BS = q_pos_BT.masked_fill(~real_BT, -1), k_pos_BS.masked_fill(~real_BS, -1)
+    return Slots(0, 0, None, q_pos_BT, k_pos_BS, *docs), real_BT
 
 
 def placed_apart(
