@@ -63,7 +63,7 @@ def gated_scan(
             `sequential` keeps for its backward pass (None: about sqrt(T)); changes only the order of summation.
         backend: `reference` (token by token, the definition), `torch` (chunks; the default on a CPU), `sequential`
             (token by token in the memory of one state, or of 2 sqrt(T) states in training), `triton` (kernels; the
-            default on a GPU from capability 8.0 for what they support: no float64, at most 256 channels per head).
+            default on a GPU for what they support: no float64, at most 256 channels per head).
 
     Raises `ValueError` and `TypeError` for invalid shapes and options.
     """

@@ -94,8 +94,7 @@ def running_softmax(
             sqrt(T)); changes only the order of summation.
         backend: `reference` (token by token, the definition), `torch` (chunks; the default on a CPU), `sequential`
             (token by token in the memory of one state, or of 2 sqrt(T) states in training), `triton` (kernels; the
-            default on a GPU from capability 8.0 for what they support: no float64, at most 256 channels and 512
-            latents per head).
+            default on a GPU for what they support: no float64, at most 256 channels and 512 latents per head).
 
     Raises `ValueError` and `TypeError` for invalid shapes and options.
     """
