@@ -4,13 +4,9 @@ python tests/ops/triton/compile_for.py all benchmarks/results/compiled.json    #
 python docs/make_gpu.py                                                        # from that file
 """
 
-from collections.abc import Callable
-from functools import partial
-
 import pages
 
 RESULT = pages.RESULTS / "compiled.json"
-FAMILIES = {"block_attention": "channels", "gated_scan": "channels", "running_softmax": "latents"}
 
 
 def limits() -> str:
@@ -20,21 +16,23 @@ def limits() -> str:
     return f"KiB of shared memory that a block may have: {kib}. Triton {found['triton']}."
 
 
-def compiled(family: str) -> str:
-    """Return a family's table: a row for each kernel, size and dtype, a column for each card."""
+def compiled() -> str:
+    """Return a table for each family of kernels: a row for each kernel, size and dtype, a column for each card."""
     found = pages.read(RESULT)
-    lines: dict[tuple[str, ...], dict[str, str]] = {}
-    for name, kernel, size, dtype, card, shared, registers, stack in found["rows"]:
-        if name == family:
-            cell = f"{shared / 1024:.1f} / {registers} / " + (f"**{stack:,}**" if stack > 1024 else f"{stack:,}")
-            lines.setdefault((kernel.replace("_kernel", ""), str(size), dtype), {})[card] = cell
-    rows = [[*names, *(cells.get(card, "-") for card in found["limits"])] for names, cells in lines.items()]
-    table = pages.table(["kernel", FAMILIES[family], "dtype", *found["limits"]], rows, names=3)
-    return f"<details><summary>{family}</summary>\n\n{table}\n\n</details>"
+    families: dict[str, dict[tuple[str, ...], dict[str, str]]] = {}
+    for family, kernel, size, dtype, card, shared, registers, stack in found["rows"]:
+        cell = f"{shared / 1024:.1f} / {registers} / " + (f"**{stack:,}**" if stack > 1024 else f"{stack:,}")
+        names = kernel.replace("_kernel", ""), str(size), dtype
+        families.setdefault(family, {}).setdefault(names, {})[card] = cell
+    parts = []
+    for family, lines in families.items():
+        rows = [[*names, *(cells.get(card, "-") for card in found["limits"])] for names, cells in lines.items()]
+        table = pages.table(["kernel", "channels or latents", "dtype", *found["limits"]], rows, names=3)
+        parts.append(f"<details><summary>{family}</summary>\n\n{table}\n\n</details>")
+    return "\n\n".join(parts)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"limits": limits}
-BLOCKS |= {family.replace("_", "-"): partial(compiled, family) for family in FAMILIES}
+BLOCKS = {"limits": limits, "compiled": compiled}
 
 if __name__ == "__main__":
     pages.rewrite("gpu.md", BLOCKS)

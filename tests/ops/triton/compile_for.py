@@ -191,7 +191,7 @@ def rows():
     for family, which, arch in product(ALL, DTYPES, CARDS):
         found = {}
         for kernel in compile_for(arch, which, family)["kernels"]:
-            channels = kernel.get("K", kernel.get("L"))
+            channels = kernel.get("K", kernel.get("L", kernel["V"]))
             if channels in ("64", "128", "256", "512") and kernel["V"] in (channels, "64"):
                 numbers = [kernel[name] for name in ("shared", "registers", "stack")]
                 case = found.setdefault((kernel["kernel"], int(channels)), numbers)
