@@ -293,6 +293,12 @@ def test_the_tables_of_scale_are_those_of_the_results(monkeypatch):
     assert make.pages.rewritten(page, make.blocks(found)) == page, "write them again: python docs/make_scale.py"
 
 
+def test_the_tables_of_compiled_kernels_are_those_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    make, page = importlib.import_module("make_gpu"), (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert make.pages.rewritten(page, make.BLOCKS) == page, "write them again: python docs/make_gpu.py"
+
+
 def test_the_tables_of_lora_on_mnist_are_those_of_the_results(tmp_path, capsys):
     values = json.loads((ROOT / "benchmarks/results/lora_mnist.json").read_text(encoding="utf-8"))
     report.show(values, MnistConfig.from_dict(values["config"]), str(tmp_path / "tables.md"))

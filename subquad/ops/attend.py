@@ -15,11 +15,11 @@ from torch import Tensor
 from subquad.ops import _reference as reference
 from subquad.ops._sequential import attend as sequential
 from subquad.ops._torch import attend as tiled
-from subquad.ops.backends import BACKENDS, HAS_TRITON, choose, without_autocast
+from subquad.ops.backends import BACKENDS, HAS_TRITON, choose, has_tensor_cores, without_autocast
 from subquad.ops.counting import report_scores
 from subquad.ops.padding import check_heads, check_mask, compaction, real_slots
 from subquad.ops.patterns import Pattern
-from subquad.ops.slots import Slots, allowed_pairs, nothing, placed, placed_apart
+from subquad.ops.slots import Slots, Starts, allowed_pairs, nothing, placed, placed_apart
 
 Where = tuple[int | Tensor, int | Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """q_start, k_start, lengths, key_lengths, mask and doc_ids of `block_attention`."""
@@ -69,10 +69,11 @@ def block_attention(
             order of summation.
         backend: `reference` (dense, the definition), `torch` (tiles; linear memory, except for dropout on unbounded
             patterns), `sequential` (one chunk of queries and keys at a time, in the memory of one tile of scores),
-            `triton` (kernels for patterns with one range of keys per query), `flex` (FlexAttention), or None: on a GPU
-            `triton` if it supports the pattern, else `flex` in training, where shapes repeat and compilation pays off;
-            `torch` on a CPU, with dropout, in float64, and for patterns that it folds into dense ones. An explicit
-            request never falls back: `triton` and `flex` reject dropout and float64.
+            `triton` (kernels for patterns with one range of keys per query and at most 512 channels per head), `flex`
+            (FlexAttention), or None: on a GPU `triton` if it supports the pattern, else `flex` in training, where
+            shapes repeat and compilation pays off; `torch` on a CPU, on a GPU below compute capability 8.0, with
+            dropout, in float64, and for patterns that it folds into dense ones. An explicit request never falls back:
+            `triton` and `flex` reject dropout and float64.
 
     Returns `[B, H, T, V]` in the dtype of the values; scores are computed in float32 or wider. A query that sees no key
     gives zeros. Raises `ValueError` and `TypeError` for invalid shapes and options.
@@ -132,11 +133,14 @@ def _attention(
         moved = compaction(mask)
         q_BHTK, k_BHSK, v_BHSV = (_take(x, moved.order_BT, moved.lengths_B) for x in (q_BHTK, k_BHSK, v_BHSV))
         lengths = moved.lengths_B
-    if key_lengths is None:
-        slots, real_BT = placed(q_start, k_start, lengths, doc_ids, pattern, q_BHTK, S)
-    else:
+    slots: Slots | Starts
+    if key_lengths is not None:
         others = lengths is not None or mask is not None or doc_ids is not None
-        slots, real_BT = placed_apart(q_start, k_start, key_lengths, others, pattern, B), None
+        apart, real_BT = placed_apart(q_start, k_start, key_lengths, others, pattern, B), None
+        slots = Starts(*apart[:3]) if name == "triton" else apart
+    else:
+        given = q_start, k_start, lengths, doc_ids, pattern, q_BHTK, S
+        slots, real_BT = placed(*given, for_kernels=name == "triton")
     scale = 1 / math.sqrt(K) if scale is None else scale
     report_scores(B * q_BHTK.shape[1], T, S, pattern, q_start, k_start)
     if T == 0 or S == 0:
@@ -154,16 +158,17 @@ def _attention(
 
 def _default(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float) -> str:
     """Return the default backend."""
-    channels = max(q.shape[-1], v.shape[-1])
-    if q.device.type != "cuda" or dropout_p or channels > 256 or torch.float64 in (q.dtype, k.dtype, v.dtype):
+    channels, dtypes = max(q.shape[-1], v.shape[-1]), (q.dtype, k.dtype, v.dtype)
+    if dropout_p or torch.float64 in dtypes or not has_tensor_cores(q.device):
         return "torch"
     if HAS_TRITON:
-        from subquad.ops._triton.attend import supports
+        from subquad.ops._triton.attend import most_channels, supports
 
-        if supports(pattern):
+        if supports(pattern) and channels <= most_channels(max(dtype.itemsize for dtype in dtypes), q.device):
             return "triton"
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return "flex" if training and not pattern.folded and not pattern.columns else "torch"
+    flex = training and channels <= 256 and not pattern.folded and not pattern.columns
+    return "flex" if flex else "torch"
 
 
 def _run(
@@ -172,7 +177,7 @@ def _run(
     k_BGSK: Tensor,
     v_BGSV: Tensor,
     pattern: Pattern,
-    slots: Slots,
+    slots: Slots | Starts,
     scale: float,
     dropout_p: float,
     chunks: tuple[int, int],
@@ -187,19 +192,19 @@ def _run(
     if backend not in ("triton", "flex"):
         dtype = torch.promote_types(dtype, torch.float32)
     q, k, v = (x.to(dtype) for x in (q_BHTK, k_BGSK, v_BGSV))
-    if backend in ("triton", "flex"):
-        if dropout_p:
-            raise ValueError(
-                f"backend {backend!r} of block_attention has no dropout, got dropout_p={dropout_p}; "
-                "valid: reference, torch, sequential"
-            )
-        if backend == "flex":
-            from subquad.ops import _flex as flex
-
-            return flex.attend(q, k, v, pattern, slots, scale, with_lse)
+    if backend in ("triton", "flex") and dropout_p:
+        raise ValueError(
+            f"backend {backend!r} of block_attention has no dropout, got dropout_p={dropout_p}; "
+            "valid: reference, torch, sequential"
+        )
+    if isinstance(slots, Starts):
         from subquad.ops._triton import attend as kernels
 
         return kernels.attend(q, k, v, pattern, slots, scale)
+    if backend == "flex":
+        from subquad.ops import _flex as flex
+
+        return flex.attend(q, k, v, pattern, slots, scale, with_lse)
     k, v = (_share_heads(x, q.shape[1]) for x in (k, v))
     if backend == "reference":
         allowed_BTS = allowed_pairs(pattern, slots, q.shape[2], k.shape[2], q.device)

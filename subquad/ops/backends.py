@@ -26,7 +26,15 @@ try:
     HAS_TRITON = importlib.util.find_spec("triton") is not None
 except ValueError:  # a module without a spec stands in for it
     HAS_TRITON = False
+TENSOR_CORES = 8
+"""Least major compute capability of a GPU whose tensor cores multiply bfloat16 and tf32, as kernels need to be fast."""
 _requested: ContextVar[str | None] = ContextVar("subquad_backend", default=None)
+
+
+@torch.compiler.assume_constant_result
+def has_tensor_cores(device: torch.device) -> bool:
+    """Return True for a GPU for which kernels are the default."""
+    return device.type == "cuda" and torch.cuda.get_device_properties(device).major >= TENSOR_CORES
 
 
 @contextmanager

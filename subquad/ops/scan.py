@@ -15,7 +15,7 @@ from subquad.ops import _reference as reference
 from subquad.ops._sequential import scan as sequential
 from subquad.ops._torch import scan as chunked
 from subquad.ops._torch import single
-from subquad.ops.backends import HAS_TRITON, choose, without_autocast
+from subquad.ops.backends import HAS_TRITON, choose, has_tensor_cores, without_autocast
 from subquad.ops.padding import check_heads, check_mask
 
 BACKENDS = ("reference", "torch", "sequential", "triton")
@@ -120,10 +120,10 @@ def check_inputs(*tensors: tuple[str, Tensor]) -> tuple[int, int, int, int]:
 
 
 def choose_for(op: str, backend: str | None, tensors: list[Tensor], sizes: dict[str, tuple[int, int]]) -> str:
-    """Return the backend: without a request `triton` on a GPU if its kernels support dtypes and sizes, else `torch`."""
+    """Return the backend: without a request `triton` if its kernels suit the GPU, dtypes and sizes, else `torch`."""
     fitting = wide_of(*tensors) == torch.float32 and all(size <= most for size, most in sizes.values())
-    on_gpu = tensors[0].device.type == "cuda"
-    name = choose(op, backend, BACKENDS, "triton" if on_gpu and HAS_TRITON and fitting else "torch")
+    kernels = HAS_TRITON and fitting and has_tensor_cores(tensors[0].device)
+    name = choose(op, backend, BACKENDS, "triton" if kernels else "torch")
     for what, (size, most) in sizes.items():
         if name == "triton" and size > most:
             raise ValueError(f"backend 'triton' of {op} holds at most {most} {what} per head, got {size}")

@@ -42,6 +42,22 @@ class Slots(NamedTuple):
         return Slots(self.q_start, self.k_start, *(None if x is None else x[row : row + 1] for x in self[2:]))
 
 
+class Starts(NamedTuple):
+    """Positions of the tokens of queries and keys as kernels take them: the slots of a row count on from its start.
+
+    `q_start_B`, `k_start_B`: positions of each row's first query and key, where they differ from `q_start`, `k_start`.
+    The other fields are those of `Slots`, in the same places.
+    """
+
+    q_start: int
+    k_start: int
+    lengths_B: Tensor | None = None
+    q_start_B: Tensor | None = None
+    k_start_B: Tensor | None = None
+    q_doc_BT: Tensor | None = None
+    k_doc_BS: Tensor | None = None
+
+
 SCHEMA = (
     "SymInt q_start, SymInt k_start, Tensor? lengths_B, "
     "Tensor? q_pos_BT, Tensor? k_pos_BS, Tensor? q_doc_BT, Tensor? k_doc_BS"
@@ -57,9 +73,12 @@ def placed(
     pattern: Pattern,
     q_BHTK: Tensor,
     S: int,
-) -> tuple[Slots, Tensor | None]:
+    *,
+    for_kernels: bool = False,
+) -> tuple[Slots | Starts, Tensor | None]:
     """Return the positions by starts, lengths and documents, and bool `[B, T]`, True for real queries (None: all are).
 
+    `for_kernels` gives `Starts`: no operation on the device, and no position that a CUDA graph would keep.
     Raises `ValueError` for starts, lengths and documents that do not agree.
     """
     B, _, T, _ = q_BHTK.shape
@@ -71,21 +90,26 @@ def placed(
     if lengths is not None:
         real_BS = real_slots(lengths, S)
         real_BT = real_BS[:, S - T :]
-    ints = isinstance(q_start, int) and isinstance(k_start, int)
-    if ints and doc_ids is None and (lengths is None or (pattern.causal and q_start - k_start == S - T)):
-        return Slots(int(q_start), int(k_start)), real_BT  # a padded key lies after every real query
-    if ints and doc_ids is None and not pattern.causal:
-        return Slots(int(q_start), int(k_start), lengths), real_BT
-    if ints and pattern.causal and q_start - k_start != S - T:
-        raise ValueError(
-            "with lengths or doc_ids the queries must be the last of the keys: q_start - k_start = S - T, "
-            f"got q_start={q_start}, k_start={k_start}, S={S}, T={T}"
+    docs = (None, None) if doc_ids is None else (doc_ids[:, S - T :], doc_ids)
+    if isinstance(q_start, int) and isinstance(k_start, int):
+        if (lengths is not None or doc_ids is not None) and pattern.causal and q_start - k_start != S - T:
+            raise ValueError(
+                "with lengths or doc_ids the queries must be the last of the keys: q_start - k_start = S - T, "
+                f"got q_start={q_start}, k_start={k_start}, S={S}, T={T}"
+            )
+        if doc_ids is None:
+            # In a causal pattern a padded key lies after every real query.
+            kind = Starts if for_kernels else Slots
+            return kind(q_start, k_start, None if pattern.causal else lengths), real_BT
+    if for_kernels:
+        (q_first, q_start_B), (k_first, k_start_B) = (
+            (0, _start(x, B)) if isinstance(x, Tensor) else (x, None) for x in (q_start, k_start)
         )
+        return Starts(q_first, k_first, lengths, q_start_B, k_start_B, *docs), real_BT
     q_pos_BT = _positions(q_start, T, B, q_BHTK.device)
     k_pos_BS = _positions(k_start, S, B, q_BHTK.device)
     if real_BS is not None and real_BT is not None:
         q_pos_BT, k_pos_BS = q_pos_BT.masked_fill(~real_BT, -1), k_pos_BS.masked_fill(~real_BS, -1)
-    docs = (None, None) if doc_ids is None else (doc_ids[:, S - T :], doc_ids)
     return Slots(0, 0, None, q_pos_BT, k_pos_BS, *docs), real_BT
 
 
@@ -108,12 +132,16 @@ def _check_whole(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
 
 
 def _positions(start: int | Tensor, slots: int, batch: int, device: torch.device) -> Tensor:
-    if isinstance(start, Tensor) and (start.shape != (batch,) or start.is_floating_point()):
-        raise ValueError(
-            f"a start must be an int or an integer tensor [{batch}], got {start.dtype} {tuple(start.shape)}"
-        )
-    first = start[:, None] if isinstance(start, Tensor) else start
+    first = _start(start, batch)[:, None] if isinstance(start, Tensor) else start
     return (torch.arange(slots, device=device) + first).expand(batch, slots)
+
+
+def _start(start_B: Tensor, batch: int) -> Tensor:
+    if start_B.shape != (batch,) or start_B.is_floating_point():
+        raise ValueError(
+            f"a start must be an int or an integer tensor [{batch}], got {start_B.dtype} {tuple(start_B.shape)}"
+        )
+    return start_B
 
 
 def allowed_between(pattern: Pattern, slots: Slots, q_slot: Tensor, k_slot: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Which backend an engine runs on: asked for, or chosen by device, dtype, pattern and options."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from subquad.ops import attend, backends, block_attention, gated_scan, running_s
 from subquad.ops.backends import choose, use_backend, without_autocast
 from subquad.ops.patterns import Blocks, Causal, Dilated, Globals, Random, Segments, Shifted, Strided, Window
 from subquad.ops.patterns.sparse import Columns
+from subquad.ops.scan import choose_for
 from subquad.ops.softmax import gated_mean
 
 X = torch.ones(1, 1, 3, 2)
@@ -112,6 +114,19 @@ NO_KERNELS = [Globals(count=1, back=1, ahead_blocks=1), Random(size=8, index=1, 
 FOLDED = [Dilated(width=4, dilation=3), Strided(stride=5), Columns(size=8, last=3)]
 
 
+@pytest.fixture(autouse=True)
+def capable(monkeypatch):
+    """Plant a GPU's major compute capability."""
+
+    def plant(major):
+        shared = {"shared_memory_per_block": 48 * 1024, "shared_memory_per_block_optin": 99 * 1024}
+        found = SimpleNamespace(major=major, minor=0, **shared)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+
+    plant(8)
+    return plant
+
+
 def default(pattern, device="cuda", dtype=torch.bfloat16, channels=64, training=True, dropout_p=0.0):
     with FakeTensorMode():  # a GPU that need not be there
         q, k, v = (torch.empty(1, 2, 8, channels, dtype=dtype, device=device) for _ in range(3))
@@ -138,9 +153,26 @@ def test_patterns_that_fold_to_dense_ones_are_folded(pattern):
     assert default(pattern) == "torch"
 
 
+@pytest.mark.parametrize("major", [7, 8, 9])
+def test_a_gpu_without_tensor_cores_for_bfloat16_runs_torch(major, capable):
+    capable(major)
+    with FakeTensorMode():
+        x = torch.empty(1, 2, 8, 64, device="cuda")
+        for pattern, else_name in ((KERNELS[0], "triton"), (NO_KERNELS[0], "flex")):
+            assert default(pattern) == ("torch" if major < 8 else else_name)
+        assert choose_for("gated_scan", None, [x], {}) == ("torch" if major < 8 else "triton")
+        assert choose_for("gated_scan", "triton", [x], {}) == "triton", "an explicit request"
+
+
 @pytest.mark.parametrize("pattern", [*KERNELS, *NO_KERNELS], ids=repr)
 @pytest.mark.parametrize(
-    "option", [{"device": "cpu"}, {"dropout_p": 0.1}, {"dtype": torch.float64}, {"channels": 300}], ids=str
+    "option", [{"device": "cpu"}, {"dropout_p": 0.1}, {"dtype": torch.float64}, {"channels": 600}], ids=str
 )
 def test_torch_runs_everything_else(pattern, option):
     assert default(pattern, **option) == "torch"
+
+
+def test_kernels_take_the_channels_whose_tiles_fit_on_the_card():
+    assert default(KERNELS[0], channels=512) == "triton"
+    assert default(KERNELS[0], channels=300, dtype=torch.float32) == "torch", "160 KiB, and the planted card has 99"
+    assert default(NO_KERNELS[0], channels=300) == "torch"

@@ -17,7 +17,7 @@ from subquad.ops import patterns
 from subquad.ops._triton import common
 from subquad.ops._triton.attend_kernels import forward_kernel, keys_kernel, queries_kernel
 from subquad.ops.patterns import Pattern
-from subquad.ops.slots import SCHEMA, Slots
+from subquad.ops.slots import SCHEMA, Starts
 
 FAR = 1 << 28
 """Farther than any position, and small enough for sums of a few in 32 bits."""
@@ -62,7 +62,7 @@ class Tiles(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Tiles of each kernel, and the most shared memory that one of them takes, in KiB."""
+    """Tiles of each kernel, for cards with at least `shared` KiB of shared memory for a block."""
 
     shared: int
     forward: Tiles
@@ -72,25 +72,47 @@ class Sizes(NamedTuple):
 
 
 SIZES: dict[tuple[int, int], tuple[Sizes, ...]] = {
-    (2, 64): (Sizes(99, Tiles(128, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 2)),),
+    (2, 64): (
+        Sizes(200, Tiles(128, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 2)),
+        Sizes(99, Tiles(128, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(32, 128, 8, 2)),
+    ),
     (2, 128): (
-        Sizes(113, Tiles(128, 64, 8, 3), Tiles(16, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(32, 128, 8, 2)),
-        Sizes(99, Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 3), Tiles(64, 64, 8, 2), Tiles(32, 128, 8, 2)),
+        Sizes(200, Tiles(128, 64, 8, 3), Tiles(16, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(32, 128, 8, 2)),
+        Sizes(128, Tiles(128, 64, 8, 3), Tiles(16, 64, 4, 3), Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2)),
+        Sizes(99, Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 3), Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2)),
     ),
     (2, 256): (
-        Sizes(168, Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 2), Tiles(128, 32, 8, 2), Tiles(32, 64, 8, 2)),
+        Sizes(209, Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 2), Tiles(128, 32, 8, 2), Tiles(32, 64, 8, 2)),
         Sizes(145, Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2)),
         Sizes(99, Tiles(64, 32, 4, 2), Tiles(16, 64, 4, 2), Tiles(64, 32, 4, 1), Tiles(32, 32, 8, 2)),
     ),
+    (2, 512): (
+        Sizes(200, Tiles(64, 32, 8, 1), Tiles(16, 32, 4, 1), Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1)),
+        Sizes(99, Tiles(32, 32, 8, 1), Tiles(16, 32, 4, 1), Tiles(16, 32, 8, 1), Tiles(16, 16, 8, 1)),
+    ),
     (4, 64): (Sizes(99, Tiles(64, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2)),),
     (4, 128): (Sizes(99, Tiles(32, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),),
-    (4, 256): (Sizes(99, Tiles(16, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 2)),),
+    (4, 256): (
+        Sizes(128, Tiles(16, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 2)),
+        Sizes(99, Tiles(16, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(16, 16, 8, 2), Tiles(16, 16, 8, 2)),
+    ),
+    (4, 512): (Sizes(160, Tiles(16, 32, 8, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 8, 2), Tiles(16, 16, 8, 1)),),
 }
 """By bytes per entry and most channels per head; never by the length, so that a new length doesn't recompile.
 
 The first that fits into the shared memory of a block is taken: 227 KiB on an H100 or H200, 163 on an A100, 99 on
-consumer cards. Chosen by the compiler's output: registers hardly spill, and products are not serialised.
+consumer cards. Chosen by the compiler's output (docs/gpu.md): registers hardly spill, and products are not serialised.
 """
+MOST_CHANNELS = max(channels for _, channels in SIZES)
+"""Most key or value channels per head."""
+
+
+@torch.compiler.assume_constant_result
+def most_channels(itemsize: int, device: torch.device) -> int:
+    """Return the most channels per head whose tiles fit on a device."""
+    shared = common.card(device).shared
+    fitting = (key for key, choices in SIZES.items() if choices[-1].shared * 1024 <= shared)
+    return max((channels for size, channels in fitting if size == itemsize), default=0)
 
 
 def sizes_for(itemsize: int, channels: int, shared: int) -> Sizes:
@@ -111,7 +133,7 @@ def sizes_for(itemsize: int, channels: int, shared: int) -> Sizes:
 class Call:
     """Inputs, strides and sizes shared by all launches of one call."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, slots: Slots, scale: float) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, starts: Starts, scale: float) -> None:
         self.K, self.V = q.shape[-1], v.shape[-1]
         self.G, self.S = k.shape[1:3]
         self.dtype = q.dtype
@@ -119,13 +141,13 @@ class Call:
         (q, *q_strides), (k, *k_strides) = (in_units(x, self.K_unit) for x in (q, k))
         v, *v_strides = in_units(v, self.V_unit)
         self.inputs, self.strides = (q, k, v), (*q_strides, *k_strides, *v_strides)
-        documents = (None if x is None else x.contiguous() for x in (slots.q_doc_BT, slots.k_doc_BS))
-        self.rows = _row_table(slots, q.shape[2], self.S), *documents
+        self.rows = [None if x is None else x.contiguous() for x in starts[2:]]
         # Clamped to FAR: the kernels add these numbers in 32 bits.
         limits = Range(*(min(max(n, -FAR), FAR) for n in RANGES[type(pattern)](pattern)))
-        self.where = (slots.q_start, slots.k_start, *limits)
+        self.where = (starts.q_start, starts.k_start, *limits)
         self.reach = min(self.S, limits.lo_step + limits.before + limits.hi_step + max(0, limits.after))
-        self.in_nat = 1.0 if q.dtype == torch.float32 else math.log2(math.e)  # see attend_kernels.py
+        self.natural = q.dtype == torch.float32  # see attend_kernels.py
+        self.in_nat = 1.0 if self.natural else math.log2(math.e)
         self.score_scale = scale * self.in_nat
         widest = max(common.tile(self.K), common.tile(self.V), 64)
         self.sizes = sizes_for(q.element_size(), widest, common.card(q.device).shared)
@@ -137,6 +159,8 @@ class Call:
             kind = tl.float32  # the interpreter has no arithmetic in bfloat16
         # Gradients of scores may exceed the range of float16, but not of tf32, which has the same precision.
         wide = {"GRAD_TYPE": tl.float32 if self.dtype == torch.float16 else kind} if backward else {}
+        # Loads of less than 4 bytes are not asynchronous: those ahead would lie in registers, and spill them.
+        narrowest = min(self.K_unit, self.V_unit) * self.dtype.itemsize
         return {
             "K": self.K,
             "V": self.V,
@@ -146,11 +170,12 @@ class Call:
             "V_UNIT": self.V_unit,
             "TYPE": kind,
             **wide,
-            "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32",
+            "PRECISION": common.float32_products() if self.natural else "tf32",
+            "NATURAL": self.natural,
             "ROWS": tiles.rows,
             "KEYS": tiles.keys,
             "num_warps": tiles.warps,
-            "num_stages": tiles.stages,
+            "num_stages": tiles.stages if narrowest >= 4 else 1,
         }
 
 
@@ -166,33 +191,13 @@ def in_units(x: Tensor, unit: int) -> tuple[Any, ...]:
     return x, *(stride // unit for stride in x.stride()[:-1])
 
 
-def _row_table(slots: Slots, T: int, S: int) -> Tensor | None:
-    """Return, for queries and then keys of each row, the position of slot 0 and the range of slots with a token.
-
-    Int32 `[B, 6]`; None if rows have neither positions nor lengths of their own.
-    """
-    if slots.q_pos_BT is not None and slots.k_pos_BS is not None:
-        fields = []
-        for pos in (slots.q_pos_BT, slots.k_pos_BS):
-            real = pos >= 0
-            first_B1 = real.int().argmax(1, keepdim=True)
-            stop_B1 = first_B1 + real.sum(1, keepdim=True)
-            fields += [pos.gather(1, first_B1) - first_B1, first_B1, stop_B1]
-        return torch.cat(fields, 1).to(torch.int32)
-    if slots.lengths_B is None:
-        return None
-    stop_B = slots.lengths_B.clamp(max=S).to(torch.int32)
-    fixed = (slots.q_start, 0, T, slots.k_start, max(0, -slots.k_start))
-    return torch.stack([*(torch.full_like(stop_B, n) for n in fixed), stop_B], 1)
-
-
 def supports(pattern: Pattern) -> bool:
     """Return True if each query sees one range of keys that the kernels have a formula for."""
     return type(pattern) in RANGES
 
 
 def attend(
-    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, pattern: Pattern, slots: Slots, scale: float
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, pattern: Pattern, starts: Starts, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return outputs `[B, H, T, V]` in the inputs' common dtype, and logsumexp `[B, H, T]` in float32.
 
@@ -203,12 +208,14 @@ def attend(
         valid = ", ".join(sorted(kind.__name__ for kind in RANGES))
         raise ValueError(f"backend 'triton' of block_attention has no kernel for {pattern}; it has: {valid}")
     channels = max(q_BHTK.shape[-1], v_BGSV.shape[-1])
-    if channels > 256:
-        raise ValueError(f"backend 'triton' of block_attention takes heads of at most 256 channels, got {channels}")
-    farthest = max(slots.q_start + q_BHTK.shape[2], slots.k_start + k_BGSK.shape[2])
+    if channels > MOST_CHANNELS:
+        raise ValueError(
+            f"backend 'triton' of block_attention takes heads of at most {MOST_CHANNELS} channels, got {channels}"
+        )
+    farthest = max(starts.q_start + q_BHTK.shape[2], starts.k_start + k_BGSK.shape[2])
     if farthest > FAR:
         raise ValueError(f"backend 'triton' of block_attention takes positions up to {FAR}, got {farthest}")
-    return block_attention_triton(q_BHTK, k_BGSK, v_BGSV, pattern.key(), scale, *slots)[:2]
+    return block_attention_triton(q_BHTK, k_BGSK, v_BGSV, pattern.key(), scale, *starts)[:2]
 
 
 @torch.library.custom_op(
@@ -217,14 +224,14 @@ def attend(
     schema=f"(Tensor q, Tensor k, Tensor v, str pattern, float scale, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def block_attention_triton(
-    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, pattern: str, scale: float, *slots: Any
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, pattern: str, scale: float, *starts: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return outputs, the scores' logsumexp (-inf for a query without keys), their maximum m, and 1 / z.
 
     The backward pass uses m and 1 / z: with large scores, rounding to one logsumexp would cost digits.
     """
     B, H, T, V = *q_BHTK.shape[:3], v_BGSV.shape[-1]
-    call = Call(q_BHTK, k_BGSK, v_BGSV, Pattern.from_key(pattern), Slots(*slots), scale)
+    call = Call(q_BHTK, k_BGSK, v_BGSV, Pattern.from_key(pattern), Starts(*starts), scale)
     if T == 1:
         return _decode(call, B, H, V)
     out_BHTV = q_BHTK.new_empty(B, H, T, V)
@@ -287,11 +294,11 @@ def block_attention_triton_backward(
     v_BGSV: Tensor,
     pattern: str,
     scale: float,
-    *slots: Any,
+    *starts: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
     (B, H, T, _), G, S = q_BHTK.shape, *k_BGSK.shape[1:3]
-    call = Call(q_BHTK, k_BGSK, v_BGSV, Pattern.from_key(pattern), Slots(*slots), scale)
+    call = Call(q_BHTK, k_BGSK, v_BGSV, Pattern.from_key(pattern), Starts(*starts), scale)
     do, *do_strides = in_units(grad_BHTV, call.V_unit)
     dlse = None if grad_lse_BHT is None else grad_lse_BHT.contiguous()
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BHTK, k_BGSK, v_BGSV))
@@ -317,10 +324,10 @@ def _(grad, grad_lse, out, m, inverse, q, k, v, *rest):  # type: ignore[no-untyp
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, *static, lengths, q_pos, k_pos, q_doc, k_doc = inputs
+    q, k, v, pattern, scale, q_start, k_start, *rows = inputs
     out, _, m, inverse = output
-    ctx.save_for_backward(out, m, inverse, q, k, v, lengths, q_pos, k_pos, q_doc, k_doc)
-    ctx.static = static
+    ctx.save_for_backward(out, m, inverse, q, k, v, *rows)
+    ctx.static = pattern, scale, q_start, k_start
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(m, inverse)
 

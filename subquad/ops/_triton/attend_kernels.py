@@ -5,8 +5,8 @@ A program takes one tile of queries of one head and walks over the keys they see
     m' = max(m, max_j s_j),   z' = z e^(m - m') + sum_j e^(s_j - m'),   a' = a e^(m - m') + sum_j e^(s_j - m') v_j
 
 No exponent is positive, so nothing overflows. In half precision the scale of the scores s includes log2(e), and
-exponentials are powers of two, which a GPU computes in one instruction. In float32 it does not: the product would be
-rounded at the size of the scores, while only their differences count.
+exponentials are powers of two, which a GPU computes in one instruction. In float32 (`NATURAL`) it does not: the product
+would be rounded at the size of the scores, while only their differences count.
 
 In every supported pattern a query at position q sees one range of keys, whose ends are rounded down to whole blocks:
 
@@ -32,7 +32,6 @@ import triton
 import triton.language as tl
 
 LN_2 = tl.constexpr(math.log(2))
-ROW_FIELDS = tl.constexpr(6)
 SCALARS = (
     *("q_b", "q_h", "q_t", "k_b", "k_g", "k_s", "v_b", "v_g", "v_s", "do_b", "do_h", "do_t"),
     *("heads", "group", "queries", "keys", "q_start", "k_start"),
@@ -66,25 +65,34 @@ def query_range(k_pos, lo_step, before, hi_step, after, offset, prefix, last, st
 
 
 @triton.jit
-def power(x, PRECISION: tl.constexpr):
-    """`e^x` for differences of scores, which include log2(e) unless in float32."""
-    return tl.exp(x) if PRECISION == "ieee" else tl.exp2(x)
+def power(x, NATURAL: tl.constexpr):
+    """`e^x` for differences of scores, which include log2(e) unless natural."""
+    return tl.exp(x) if NATURAL else tl.exp2(x)
 
 
 @triton.jit
-def logsumexp(m, z, PRECISION: tl.constexpr):
+def logsumexp(m, z, NATURAL: tl.constexpr):
     """Return the natural logsumexp from maxima and sums."""
-    return m + tl.log(z) if PRECISION == "ieee" else (m + tl.log2(z)) * LN_2
+    return m + tl.log(z) if NATURAL else (m + tl.log2(z)) * LN_2
 
 
 @triton.jit
-def row_slots(rows, b, queries, keys, q_start, k_start):
-    """Return, for queries and then keys, the position of slot 0 and the slots `[first, stop)` that hold a token."""
-    if rows is None:
-        return q_start, 0, queries, k_start, tl.maximum(0, -k_start), keys
-    else:  # Triton compiles code after an `if` even if that returns
-        row = rows + b * ROW_FIELDS
-        return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
+def row_slots(lengths, q_starts, k_starts, q_docs, b, queries, keys, q_start, k_start):
+    """Return, for queries and then keys, the position of slot 0 and the slots `[first, stop)` that hold a token.
+
+    Starts and lengths by row are read here, not on the host: no launches, and a CUDA graph reads those of its replay.
+    """
+    q_first, q_stop, k_stop = 0, queries, keys
+    if q_starts is not None:
+        q_start = tl.load(q_starts + b).to(tl.int32)
+    if k_starts is not None:
+        k_start = tl.load(k_starts + b).to(tl.int32)
+    if lengths is not None:
+        k_stop = tl.minimum(tl.load(lengths + b).to(tl.int32), keys)
+    if q_starts is not None or k_starts is not None or q_docs is not None:  # the queries are the last of the keys
+        q_first = tl.maximum(0, -q_start)
+        q_stop = k_stop - (keys - queries)
+    return q_start, q_first, q_stop, k_start, tl.maximum(0, -k_start), k_stop
 
 
 @triton.jit
@@ -131,12 +139,12 @@ def same_document(q_docs, k_docs, b, q_slots, q_inside, k_slots, k_inside, queri
 
 @triton.jit(do_not_specialize=SCALARS)
 def forward_kernel(
-    q, k, v, out, lse, top, inverse, rows, q_docs, k_docs,
+    q, k, v, out, lse, top, inverse, lengths, q_starts, k_starts, q_docs, k_docs,
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, heads, group, queries, keys, q_start, k_start,
     lo_step, before, hi_step, after, offset, prefix, last, start, scale,
     K: tl.constexpr, V: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     K_UNIT: tl.constexpr, V_UNIT: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SAME_POSITION: tl.constexpr,
+    NATURAL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SAME_POSITION: tl.constexpr,
 ):  # fmt: skip
     """Compute outputs, logsumexp, and each query's maximum m and 1 / z (0 and 0 without keys).
 
@@ -151,7 +159,8 @@ def forward_kernel(
     inside = r < queries
     q_slots = r * 0 if SAME_POSITION else r
     tokens = 1 if SAME_POSITION else queries
-    q_start, q_first, q_stop, k_start, k_first, k_stop = row_slots(rows, b, tokens, keys, q_start, k_start)
+    places = row_slots(lengths, q_starts, k_starts, q_docs, b, tokens, keys, q_start, k_start)
+    q_start, q_first, q_stop, k_start, k_first, k_stop = places
     lo, hi = key_range(q_start + q_slots, lo_step, before, hi_step, after, offset, prefix, last, start)
     real = inside & (q_slots >= q_first) & (q_slots < q_stop)
     lo, hi, begin, end, whole_from, whole_to = walk(lo, hi, real, k_start, k_first, k_stop, keys)
@@ -177,8 +186,8 @@ def forward_kernel(
             score_RS = tl.where((s[None] >= lo[:, None]) & (s[None] < hi[:, None]), score_RS, float("-inf"))
         top_R = tl.maximum(m_R, tl.max(score_RS, 1))
         floor_R = tl.where(top_R == float("-inf"), 0.0, top_R)  # a row without keys so far: -inf - -inf is NaN
-        keep_R = power(m_R - floor_R, PRECISION)
-        w_RS = power(score_RS - floor_R[:, None], PRECISION)
+        keep_R = power(m_R - floor_R, NATURAL)
+        w_RS = power(score_RS - floor_R[:, None], NATURAL)
         z_R = z_R * keep_R + tl.sum(w_RS, 1)
         v_SV = load_tile(v, s, s < end, v_s, V_UNIT, V, V_WIDTH, TYPE)
         a_RV = tl.dot(w_RS.to(TYPE), v_SV, a_RV * keep_R[:, None], input_precision=PRECISION)
@@ -189,19 +198,19 @@ def forward_kernel(
     z_R = tl.where(seen_R, z_R, 1.0)
     at = (tl.program_id(1) * (tl.num_programs(0) // tiles) + head).to(tl.int64) * queries
     store_tile(out + at * V, a_RV / z_R[:, None], r, inside, V, V_WIDTH)
-    tl.store(lse + at + r, tl.where(seen_R, logsumexp(m_R, z_R, PRECISION), float("-inf")), mask=inside)
+    tl.store(lse + at + r, tl.where(seen_R, logsumexp(m_R, z_R, NATURAL), float("-inf")), mask=inside)
     tl.store(top + at + r, m_R, mask=inside)
     tl.store(inverse + at + r, tl.where(seen_R, 1.0 / z_R, 0.0), mask=inside)
 
 
 @triton.jit(do_not_specialize=SCALARS)
 def queries_kernel(
-    q, k, v, do, out, dlse, top, inverse, delta, dq, rows, q_docs, k_docs,
+    q, k, v, do, out, dlse, top, inverse, delta, dq, lengths, q_starts, k_starts, q_docs, k_docs,
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, do_b, do_h, do_t, heads, group, queries, keys, q_start, k_start,
     lo_step, before, hi_step, after, offset, prefix, last, start, scale, score_scale,
     K: tl.constexpr, V: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     K_UNIT: tl.constexpr, V_UNIT: tl.constexpr, TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, NATURAL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of queries, and delta for `keys_kernel`."""
     tiles = tl.cdiv(queries, ROWS)
@@ -210,7 +219,8 @@ def queries_kernel(
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     r = tile * ROWS + tl.arange(0, ROWS)
     inside = r < queries
-    q_start, q_first, q_stop, k_start, k_first, k_stop = row_slots(rows, b, queries, keys, q_start, k_start)
+    places = row_slots(lengths, q_starts, k_starts, q_docs, b, queries, keys, q_start, k_start)
+    q_start, q_first, q_stop, k_start, k_first, k_stop = places
     lo, hi = key_range(q_start + r, lo_step, before, hi_step, after, offset, prefix, last, start)
     real = inside & (r >= q_first) & (r < q_stop)
     lo, hi, begin, end, whole_from, whole_to = walk(lo, hi, real, k_start, k_first, k_stop, keys)
@@ -239,7 +249,7 @@ def queries_kernel(
             score_RS = tl.where(same, score_RS, float("-inf"))
         if (n < whole_from) | (n + KEYS > whole_to):
             score_RS = tl.where((s[None] >= lo[:, None]) & (s[None] < hi[:, None]), score_RS, float("-inf"))
-        w_RS = power(score_RS - m_R[:, None], PRECISION) * inverse_R[:, None]
+        w_RS = power(score_RS - m_R[:, None], NATURAL) * inverse_R[:, None]
         dw_RS = tl.dot(do_RV, tl.trans(v_SV), input_precision=PRECISION)
         ds_RS = w_RS * (dw_RS - delta_R[:, None])
         dq_RK = tl.dot(ds_RS.to(GRAD_TYPE), k_SK.to(GRAD_TYPE), dq_RK, input_precision=PRECISION)
@@ -248,12 +258,12 @@ def queries_kernel(
 
 @triton.jit(do_not_specialize=SCALARS)
 def keys_kernel(
-    q, k, v, do, top, inverse, delta, dk, dv, rows, q_docs, k_docs,
+    q, k, v, do, top, inverse, delta, dk, dv, lengths, q_starts, k_starts, q_docs, k_docs,
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, do_b, do_h, do_t, heads, group, queries, keys, q_start, k_start,
     lo_step, before, hi_step, after, offset, prefix, last, start, scale, score_scale,
     K: tl.constexpr, V: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     K_UNIT: tl.constexpr, V_UNIT: tl.constexpr, TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, NATURAL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of keys and values, summed over the heads that share them."""
     tiles = tl.cdiv(keys, KEYS)
@@ -263,7 +273,8 @@ def keys_kernel(
     b, g = (shared // key_heads).to(tl.int64), (shared % key_heads).to(tl.int64)
     s = tile * KEYS + tl.arange(0, KEYS)
     inside = s < keys
-    q_start, q_first, q_stop, k_start, k_first, k_stop = row_slots(rows, b, queries, keys, q_start, k_start)
+    places = row_slots(lengths, q_starts, k_starts, q_docs, b, queries, keys, q_start, k_start)
+    q_start, q_first, q_stop, k_start, k_first, k_stop = places
     first, stop = query_range(k_start + s, lo_step, before, hi_step, after, offset, prefix, last, start)
     real = inside & (s >= k_first) & (s < k_stop)
     first, stop, begin, end, whole_from, whole_to = walk(first, stop, real, q_start, q_first, q_stop, queries)
@@ -291,7 +302,7 @@ def keys_kernel(
             if (n < whole_from) | (n + ROWS > whole_to):
                 seen = (r[None] >= first[:, None]) & (r[None] < stop[:, None])
                 score_SR = tl.where(seen, score_SR, float("-inf"))
-            w_SR = power(score_SR - m_R[None], PRECISION) * inverse_R[None]
+            w_SR = power(score_SR - m_R[None], NATURAL) * inverse_R[None]
             dv_SV = tl.dot(w_SR.to(GRAD_TYPE), do_RV.to(GRAD_TYPE), dv_SV, input_precision=PRECISION)
             dw_SR = tl.dot(v_SV, tl.trans(do_RV), input_precision=PRECISION)
             ds_SR = w_SR * (dw_SR - delta_R[None])

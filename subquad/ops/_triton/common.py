@@ -6,7 +6,6 @@ real ones are masked, so any sizes work.
 
 from __future__ import annotations
 
-import functools
 import os
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -31,13 +30,21 @@ HOPPER = Card((9, 0), 227 * 1024)
 """An H100 or H200, which the interpreter stands for."""
 
 
-@functools.cache
 def card(device: torch.device) -> Card:
     """Return what a device offers."""
     if device.type != "cuda":
         return HOPPER
     found = torch.cuda.get_device_properties(device)
-    return Card((found.major, found.minor), found.shared_memory_per_block_optin)
+    shared = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)  # ROCm has only the latter
+    return Card((found.major, found.minor), shared)
+
+
+def float32_products() -> str:
+    """Return the precision of products of float32, that of torch's own on a GPU: "ieee", or "tf32" on tensor cores.
+
+    `torch.set_float32_matmul_precision` chooses; its getter raises where the newer setting, read here, was used.
+    """
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def tile(size: int) -> int:

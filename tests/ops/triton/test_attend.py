@@ -37,7 +37,8 @@ def qkv(tokens, keys=None, heads=2, kv_heads=1, K=16, V=16, batch=1, dtype=torch
 def _small_tiles(monkeypatch):
     """Many tiles of few tokens: every kind of edge."""
     tiles = kernels.Tiles(16, 16, 4, 2)
-    monkeypatch.setattr(kernels, "SIZES", dict.fromkeys(kernels.SIZES, kernels.Sizes(tiles, tiles, tiles, tiles)))
+    sizes = kernels.Sizes(99, tiles, tiles, tiles, tiles)
+    monkeypatch.setattr(kernels, "SIZES", dict.fromkeys(kernels.SIZES, (sizes,)))
 
 
 small_tiles = pytest.mark.usefixtures("_small_tiles")
@@ -80,7 +81,7 @@ def test_any_length(tokens):
     assert_is_the_definition(qkv(tokens, heads=1), PATTERNS[tokens % len(PATTERNS)])
 
 
-@pytest.mark.parametrize(("K", "V"), [(1, 1), (3, 16), (16, 3), (43, 64), (64, 43), (128, 16), (1, 256)])
+@pytest.mark.parametrize(("K", "V"), [(1, 1), (3, 16), (16, 3), (43, 64), (64, 43), (128, 16), (1, 256), (300, 16)])
 def test_any_head_size(K, V):
     assert_is_the_definition(qkv(20, heads=1, K=K, V=V), Window(width=7))
 
@@ -234,6 +235,49 @@ def test_decoding_splits_a_long_walk(dtype, monkeypatch):
     assert_is_the_definition((q, k, v), Full(), key_lengths=torch.tensor([0, 90], device=DEVICE))
 
 
+def test_a_captured_step_reads_the_position_of_its_replay(monkeypatch):
+    """A launch recorded at one position and repeated after the starts changed in place, as a CUDA graph repeats it."""
+    launches, launch = [], common.launch
+    monkeypatch.setattr(common, "launch", lambda *x, **y: launches.append((x, y)) or launch(*x, **y))
+    q, k, v = qkv(1, 24, batch=2)
+    starts = torch.tensor([[3, 30], [-20, 7]], device=DEVICE)
+
+    def step():
+        return block_attention(q, k, v, Window(width=20), q_start=starts[0], k_start=starts[1], backend="triton")
+
+    step()
+    ((arguments, constants),) = launches
+    starts += torch.tensor([[9], [9]], device=DEVICE)
+    launch(*arguments, **constants)
+    replayed = arguments[5][0]
+    assert_exact(replayed, step())
+
+
+def test_float32_has_the_precision_that_the_user_chose(monkeypatch):
+    found, launch = [], common.launch
+    monkeypatch.setattr(common, "launch", lambda *x, **y: found.append(y["PRECISION"]) or launch(*x, **y))
+    chosen = torch.get_float32_matmul_precision()
+    try:
+        for precision, expected in (("highest", "ieee"), ("high", "tf32")):
+            torch.set_float32_matmul_precision(precision)
+            found.clear()
+            assert_is_the_definition(qkv(20), Causal())
+            assert found == [expected] * 3
+    finally:
+        torch.set_float32_matmul_precision(chosen)
+
+
+def test_tiles_fit_the_shared_memory_of_the_card():
+    for (itemsize, channels), choices in kernels.SIZES.items():
+        assert [sizes.shared for sizes in choices] == sorted((sizes.shared for sizes in choices), reverse=True)
+        for shared in (163, 227):
+            assert kernels.sizes_for(itemsize, channels, shared * 1024).shared <= shared
+    with pytest.raises(
+        ValueError, match="needs 99 KiB of shared memory for 64 channels of 2 bytes, and this GPU has 64"
+    ):
+        kernels.sizes_for(2, 64, 64 * 1024)
+
+
 @pytest.mark.parametrize(("tokens", "keys", "batch"), [(0, 5, 1), (5, 0, 1), (0, 0, 1), (5, 5, 0)])
 def test_nothing(tokens, keys, batch):
     inputs = qkv(tokens, keys, V=3, batch=batch)
@@ -249,7 +293,8 @@ def test_nothing(tokens, keys, batch):
 def test_the_operations_keep_torchs_rules(case):
     q, k, v = qkv(1 if case == "decoding" else 6, 6, heads=1, V=8)
     pos = torch.arange(6, device=DEVICE)[None]
-    where = {"rows": (None, pos, pos, None, None), "documents": (None, pos, pos, pos // 3, pos // 3)}
+    start = torch.zeros(1, dtype=torch.long, device=DEVICE)
+    where = {"rows": (start + 5, start, start, None, None), "documents": (None, start, None, pos // 3, pos // 3)}
     static = (Window(width=5).key(), 0.4, 0, 0, *where.get(case, (None,) * 5))
     torch.library.opcheck(block_attention_triton, (*(x.clone().requires_grad_() for x in (q, k, v)), *static))
     out, lse, m, inverse = block_attention_triton(q, k, v, *static)
@@ -272,7 +317,7 @@ ERRORS = {
     "pattern": ({"pattern": Dilated(width=4, dilation=3)}, r"has no kernel for Dilated\(width=4, dilation=3\); "
                 "it has: Band, Blocks, Causal, Full, Prefix, Segments, "),
     "dtype": ({"q": X.double()}, "computes in float32, bfloat16, float16, got torch.float64"),
-    "channels": ({"v": X[..., :1].expand(2, 2, 5, 300)}, "takes heads of at most 256 channels, got 300"),
+    "channels": ({"v": X[..., :1].expand(2, 2, 5, 600)}, "takes heads of at most 512 channels, got 600"),
     "positions": ({"q_start": 2**28, "k_start": 2**28}, "takes positions up to 268435456, got 268435461"),
     "dropout": ({"dropout_p": 0.5}, r"backend 'triton' of block_attention has no dropout, got dropout_p=0\.5; "
                 "valid: reference, torch, sequential"),

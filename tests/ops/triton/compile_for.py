@@ -1,7 +1,8 @@
-"""Compiles the kernels for an H100 or H200 (sm_90), for which Triton needs no GPU, and prints what came of it as JSON.
+"""Compiles the kernels for a card, for which Triton needs no GPU, and writes what came of it as JSON.
 
-A process of its own, since a process either compiles kernels or interprets them: `python sm90.py quick gated_scan`, or
-`python sm90.py bfloat16 gated_scan running_softmax`.
+A process of its own, since a process either compiles kernels or interprets them. `python compile_for.py
+90:quick:gated_scan 80:bfloat16:running_softmax` prints what it compiled: architecture, cases and family.
+`python compile_for.py all benchmarks/results/compiled.json` writes the numbers of docs/gpu.md.
 """
 
 import json
@@ -11,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 from functools import partial
+from itertools import product
+from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -19,14 +22,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from subquad.ops._triton import common
-from subquad.ops._triton.attend import attend
+from subquad.ops._triton.attend import attend, most_channels
 from subquad.ops._triton.gated_mean import gated_mean
 from subquad.ops._triton.scan import gated_scan
 from subquad.ops._triton.softmax import running_softmax
 from subquad.ops.patterns import Causal, Segments, Shifted, Window
-from subquad.ops.slots import Slots
+from subquad.ops.slots import Starts
 
 BF16 = torch.bfloat16
+DTYPES = {"bfloat16": BF16, "float16": torch.float16, "float32": torch.float32, "tf32": torch.float32}
+"""`tf32`: float32 with products on tensor cores."""
+KIB = 1024
+CARDS = {
+    80: common.Card((8, 0), 163 * KIB),
+    86: common.Card((8, 6), 99 * KIB),
+    89: common.Card((8, 9), 99 * KIB),
+    90: common.Card((9, 0), 227 * KIB),
+}
+"""By architecture: A100; A40 and RTX 30; L4, L40S and RTX 40; H100 and H200."""
 # Every path that depends on the length at all is taken by the first two.
 FIRST = (10_000, 1)
 LENGTHS = (2, 3, 5, 15, 16, 17, 31, 63, 64, 65, 100, 127, 128, 129, 200, 255, 257, 1000, 4096, 65_536)
@@ -35,42 +48,49 @@ LENGTHS = (2, 3, 5, 15, 16, 17, 31, 63, 64, 65, 100, 127, 128, 129, 200, 255, 25
 class Target:
     """A driver for a device that is not there."""
 
+    def __init__(self, arch):
+        self.arch = arch
+
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self):
-        return 0
+        return self.arch  # kernels are kept by device
 
     def get_current_stream(self, device=None):
         return 0
 
 
 class Compiled:
-    """Compiles instead of launching, and keeps the kernels that came of it."""
+    """Compiles instead of launching, and keeps the kernels that came of it, each with the first case that needs it."""
 
     def __init__(self):
-        self.kernels = {}
+        self.kernels, self.case = {}, {}
 
     def launch(self, kernel, grid, *arguments, **constants):
         if 0 not in grid:
             compiled = kernel.warmup(*arguments, grid=grid, **constants)
-            self.kernels.setdefault(compiled.hash, (kernel.fn.__name__, compiled))
+            name = kernel.fn.__name__ + (" (one token)" if constants.get("SAME_POSITION") else "")
+            self.kernels.setdefault(compiled.hash, (name, self.case, compiled))
 
     def report(self):
-        """Of each kernel: its name, bytes of shared memory, and bytes a thread that registers spill."""
+        """Return each kernel's name, case, bytes of shared memory, and registers and bytes of stack a thread."""
         return [
-            {"name": name, "shared": compiled.metadata.shared, "spills": spills(compiled.asm["cubin"])}
-            for name, compiled in self.kernels.values()
+            {"kernel": name, **case, "shared": compiled.metadata.shared, **usage(compiled.asm["cubin"])}
+            for name, case, compiled in self.kernels.values()
         ]
 
 
-def spills(cubin):
+def usage(cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return max(int(stack) for stack in re.findall(r"STACK:(\d+)", usage))
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {
+        name: max(int(number) for number in re.findall(rf"{short}:(\d+)", found))
+        for name, short in (("registers", "REG"), ("stack", "STACK"))
+    }
 
 
 def inputs(tokens, *channels, dtype, heads=2):
@@ -118,11 +138,13 @@ def mean(tokens, V, dtype, padded=False):
 
 
 def attention(tokens, pattern, K, V, dtype):
-    """Forward, backward, and one token more without gradients."""
+    """Forward, backward, and one token more without gradients, if the card holds that many channels."""
+    if max(K, V) > most_channels(dtype.itemsize, None):
+        return
     q, k, v = inputs(tokens, K, K, V, dtype=dtype)
-    differentiate(attend(q, k, v, pattern, Slots(0, 0), 0.125))
+    differentiate(attend(q, k, v, pattern, Starts(0, 0), 0.125))
     with torch.no_grad():
-        attend(*inputs(1, K, dtype=dtype), k, v, pattern, Slots(tokens - 1, 0), 0.125)
+        attend(*inputs(1, K, dtype=dtype), k, v, pattern, Starts(tokens - 1, 0), 0.125)
 
 
 SIZES = ((16, 16), (43, 80), (64, 64), (128, 128), (256, 256))
@@ -146,7 +168,7 @@ ALL = {
     "gated_mean": [partial(mean, V=V, padded=padded) for V in (3, 64, 80, 256) for padded in (False, True)],
     "block_attention": [
         partial(attention, pattern=pattern, K=K, V=V)
-        for K, V in SIZES
+        for K, V in (*SIZES, (512, 512))
         for pattern in (Causal(), Segments(size=256), Shifted(size=256, shift=128, back=1), Window(width=512))
     ],
 }
@@ -157,6 +179,7 @@ def report(calls, lengths):
     compiled, again = Compiled(), {}
     common.launch = compiled.launch
     for call in calls:
+        compiled.case = {name: str(value) for name, value in call.keywords.items() if name in ("K", "L", "V", "decay")}
         for tokens in FIRST:
             call(tokens)
         for tokens in lengths:
@@ -166,15 +189,40 @@ def report(calls, lengths):
     return {"kernels": compiled.report(), "compiled again": again}
 
 
-def main(which, *families):
-    """`quick`: what is used most, at all lengths; the name of a dtype: all sizes in it."""
-    triton.runtime.driver.set_active(Target())
+def compile_for(arch, which, family):
+    """Return the report of a family: `quick`, what is used most, at all lengths; a dtype, all sizes in it."""
+    triton.runtime.driver.set_active(Target(arch))
+    torch.set_float32_matmul_precision("high" if which == "tf32" else "highest")
+    common.card = lambda device: CARDS[arch]
     common.check_device = lambda op, *tensors: None
-    reports = {}
-    for family in families:
-        calls = QUICK[family] if which == "quick" else [partial(f, dtype=getattr(torch, which)) for f in ALL[family]]
-        reports[family] = report(calls, LENGTHS if which == "quick" else ())
-    print(json.dumps(reports))
+    if which == "quick":
+        found = report(QUICK[family], LENGTHS)
+    else:
+        found = report([partial(call, dtype=DTYPES[which]) for call in ALL[family]], ())
+    return {"limit": CARDS[arch].shared, **found}
+
+
+def rows():
+    """Yield what docs/gpu.md shows, heads of as many key as value channels, one line a kernel and case."""
+    for family, which, arch in product(ALL, DTYPES, CARDS):
+        found = {}
+        for kernel in compile_for(arch, which, family)["kernels"]:
+            channels = kernel.get("K", kernel.get("L", kernel["V"]))
+            if channels in ("64", "128", "256", "512") and kernel["V"] in (channels, "64"):
+                numbers = [kernel[name] for name in ("shared", "registers", "stack")]
+                case = found.setdefault((kernel["kernel"], int(channels)), numbers)
+                case[:] = map(max, case, numbers)  # of all decays and patterns
+        yield from ([family, *case, which, f"sm_{arch}", *numbers] for case, numbers in found.items())
+
+
+def main(*specs):
+    if specs[0] == "all":
+        head = {"triton": triton.__version__, "limits": {f"sm_{arch}": card.shared for arch, card in CARDS.items()}}
+        lines = ",\n".join(map(json.dumps, rows()))
+        Path(specs[1]).write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
+        return
+    parts = {spec: spec.split(":") for spec in specs}
+    print(json.dumps({spec: compile_for(int(arch), which, family) for spec, (arch, which, family) in parts.items()}))
 
 
 if __name__ == "__main__":
