@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from subquad.attention.base import takes_options
 from subquad.attention.projected import HeadedAttention
 from subquad.attention.scanned import ScannedAttention, is_future, real_mask, real_rows, softmax_state, widened
+from subquad.ops import running_logsumexp
 from subquad.ops.backends import without_autocast
 from subquad.state import State
 
@@ -101,8 +102,8 @@ class Performer(HeadedAttention, ScannedAttention):
         if not self.causal:
             mask_BT = real_mask(lengths_B, k_BHTR.shape[2])
             return real_rows(k_BHTR, mask_BT, torch.finfo(k_BHTR.dtype).min).logsumexp(-2, keepdim=True)
-        z_BHTR, before = k_BHTR.logcumsumexp(-2), softmax_state(state)
-        return z_BHTR if before is None else torch.logaddexp(z_BHTR, before.lse[:, :, None].to(z_BHTR.dtype))
+        before = softmax_state(state)
+        return running_logsumexp(k_BHTR, state=None if before is None else before.lse)
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
         """Return `A_ts` over its sum, computed from log A."""
