@@ -91,7 +91,7 @@ class Inputs:
             "DECAY": self.decay,
             "NORMALISE": self.normalise,
             "C": self.tiles.rows,
-            "PRECISION": self.precision,
+            "PRECISION": common.float32_products() if self.precision == "ieee" else self.precision,
             "ALIGNED": aligned,
         }
 

@@ -42,7 +42,12 @@ class Precision(NamedTuple):
 
     def constants(self) -> dict[str, Any]:
         """Return the constants that are built into the kernels."""
-        return {"DOT": self.bounded, "WIDE": self.wide, "PRECISION": self.mode, "BOUND": self.bound}
+        return {
+            "DOT": self.bounded,
+            "WIDE": self.wide,
+            "PRECISION": common.float32_products() if self.mode == "ieee" else self.mode,
+            "BOUND": self.bound,
+        }
 
 
 @functools.cache
