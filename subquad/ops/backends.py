@@ -31,7 +31,6 @@ TENSOR_CORES = 8
 _requested: ContextVar[str | None] = ContextVar("subquad_backend", default=None)
 
 
-@torch.compiler.assume_constant_result
 def has_tensor_cores(device: torch.device) -> bool:
     """Return True for a GPU for which kernels are the default."""
     return device.type == "cuda" and torch.cuda.get_device_properties(device).major >= TENSOR_CORES
