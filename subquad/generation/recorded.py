@@ -21,6 +21,15 @@ from subquad.state import State
 
 Step = Callable[[Tensor, Tensor, State], tuple[Tensor, State]]
 aten = torch.ops.aten
+COMMON = (
+    "add", "addcmul", "baddbmm", "bmm", "cat", "div", "eq", "exp", "flatten", "layer_norm", "logaddexp", "masked_fill",
+    "matmul", "mul", "neg", "rms_norm", "roll", "select", "sigmoid", "softmax", "stack", "sub", "transpose",
+    "unflatten", "unsqueeze",
+)  # fmt: skip
+"""Operations that `torch` has under the same name with the same arguments: a call there takes half as long as through
+`torch.ops`, a microsecond less."""
+COMMON_NN = ("elu", "gelu", "linear", "scaled_dot_product_attention", "silu")
+"""As `COMMON`, of `torch._C._nn`, which torch.nn.functional exports."""
 
 
 def record(step: Step, tokens_B1: Tensor, active_B: Tensor, state: State) -> GraphModule:
@@ -76,6 +85,7 @@ def _simplify(graph: GraphModule) -> None:
     _, _, seen, *_ = graph.graph.nodes
     first: dict[Any, Node] = {}
     positional = {seen}
+    direct = {name: getattr(torch, name) for name in COMMON} | {name: getattr(torch._C._nn, name) for name in COMMON_NN}
     for node in list(graph.graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
@@ -88,13 +98,15 @@ def _simplify(graph: GraphModule) -> None:
         if same is not None and same is not node:
             node.replace_all_uses_with(same)
             graph.graph.erase_node(node)
+        elif node.target.namespace == "aten":
+            node.target = direct.get(node.target._schema.name.removeprefix("aten::"), node.target)
     graph.graph.eliminate_dead_code()
     graph.recompile()
 
 
 def _returns_its_input(node: Node) -> bool:
     if node.target is aten.dropout.default:
-        return node.args[2] is False
+        return node.args[1] == 0 or node.args[2] is False
     if node.target not in (aten.to.dtype, aten.to.dtype_layout):
         return False
     before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]

@@ -7,6 +7,7 @@ import torch
 
 from subquad.attention import build
 from subquad.generation import generate
+from subquad.generation.recorded import joined
 from subquad.generation.slots import FixedSlots
 from subquad.testing import assert_exact, assert_same_maths
 from tests.generation.models import MECHANISMS, every, make, numbers
@@ -21,7 +22,10 @@ def test_a_recorded_step_has_the_models_logits(name):
             states.append(model.hidden(torch.tensor([numbers(tokens)]))[1])
             fixed.insert(slot, states[-1])
         for token in range(8):
+            before = joined(fixed._like, [x.clone() for x in fixed._tensors])
+            expected_BV, _ = fixed._forward(torch.tensor([[token], [token + 1]]), fixed._active_B, before)
             logits_BV = fixed.step([token, token + 1])
+            assert_exact(logits_BV, expected_BV)
             for slot, state in enumerate(states):
                 out_11V, states[slot] = model(torch.tensor([[token + slot]]), state)
                 assert_same_maths(logits_BV[slot], out_11V[0, 0])
