@@ -88,7 +88,8 @@ def check_report(folder, attention):
     assert len(set(losses)) == len(losses), "each branch does something"
     matched, tuned = (weights(folder / "stages" / name) for name in ("3-matched", "4-tuned"))
     moved = {name for name in tuned if not torch.equal(matched[name], tuned[name])}
-    assert {name for name in tuned if "norm" not in name and "embedding" not in name and "head" not in name} <= moved
+    frozen = ("norm", "embedding", "head", "bias")
+    assert {name for name in tuned if not any(part in name for part in frozen)} <= moved
     states = [row["state_bytes"] for row in last["decoding"]]
     assert (states[0] < states[-1]) == (bool(keep_every) and len(states) > 1), "only kept layers' states grow"
     assert (folder / "convert.png").stat().st_size > 10_000

@@ -16,6 +16,12 @@ def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
 
 
+def test_the_toy_is_described(printed):
+    out = printed("data", "toy", "--examples", "50", "--held_out", "20", "--length", "20")
+    for part in ("toy: 3 tokens", "train", "held_out", "test", "marked ones", "a training example:", "-> marked"):
+        assert part in out
+
+
 def test_listops_is_described_in_words(tmp_path, printed):
     rules = ["--listops.min_length", "5", "--listops.max_length", "20", "--listops.max_depth", "3"]
     sizes = ["--examples", "100", "--held_out", "20", "--length", "10", "--workers", "1"]

@@ -151,7 +151,9 @@ def test_each_text_of_a_file_is_a_document_and_the_same_seed_gives_the_same_file
 def test_a_text_of_a_file_is_the_sample_of_its_seed(sentences, tmp_path, text):
     drawn = ["--prompt", "w1 w2", "--max_tokens", "6", "--temperature", "1", "--seed"]
     text(*drawn, "5", "--texts", "3", "--out-file", tmp_path / "texts.zip", folder=sentences)
-    for name, found in texts(tmp_path / "texts.zip").items():
+    drawn_texts = texts(tmp_path / "texts.zip")
+    assert len(drawn_texts) == 3
+    for name, found in drawn_texts.items():
         sample = text(*drawn, 4 + int(name.removesuffix(".txt")), folder=sentences).split()
         assert found.split() == sample[: len(found.split())]
 

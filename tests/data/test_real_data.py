@@ -27,10 +27,14 @@ def test_tinyshakespeare_is_split_as_is_usual(shakespeare, tmp_path):
 
 
 @pytest.mark.slow
-def test_tinyshakespeare_as_characters(shakespeare, tmp_path):
-    corpus = prepare(DataConfig(path=str(shakespeare), held_out=0.1, tokenizer="characters", cache=str(tmp_path)))
-    assert (corpus.train.vocab_size, len(corpus.train)) == (65, 1_003_854)
-    assert corpus.tokenizer.decode(corpus.train.tokens[:13].tolist()) == "First Citizen"
+def test_tinyshakespeare_as_characters_and_bpe(shakespeare, tmp_path):
+    config = DataConfig(path=str(shakespeare), held_out=0.1, vocab_size=512, cache=str(tmp_path))
+    characters = prepare(config.replace(tokenizer="characters"))
+    assert (characters.train.vocab_size, len(characters.train)) == (65, 1_003_854)
+    assert characters.tokenizer.decode(characters.train.tokens[:13].tolist()) == "First Citizen"
+    bpe = prepare(config)
+    assert bpe.tokenizer.decode(bpe.held_out.tokens.tolist()).encode() == bpe.held_out_text()
+    assert len(bpe.held_out) < 0.6 * bpe.held_out.text_bytes
 
 
 @pytest.mark.slow

@@ -160,9 +160,9 @@ def test_a_continuation_is_the_greedy_one_up_to_its_end_however_many_are_asked_a
             model.embedding.tokens.weight[end] *= 3  # so that some texts end and others do not
     harness, options = HarnessModel(model, BPE, 64, batch, None), {**FREE, "max_gen_toks": 9}
     texts = harness.generate_until([request(prompt, dict(options)) for prompt in PROMPTS], disable_tqdm=True)
-    by_hand = [greedy(model, BPE.encode(prompt).ids, 9) for prompt in PROMPTS]
-    assert texts == [BPE.decode(tokens[: (*tokens, end).index(end)]) for tokens in by_hand]
-    assert attention == "llp" or 0 < sum(end in tokens for tokens in by_hand) < len(PROMPTS)
+    expected = [greedy(model, BPE.encode(prompt).ids, 9) for prompt in PROMPTS]
+    assert texts == [BPE.decode(tokens[: (*tokens, end).index(end)]) for tokens in expected]
+    assert attention == "llp" or 0 < sum(end in tokens for tokens in expected) < len(PROMPTS)
     stop = max(texts, key=len)[4]
     requests = [request(prompt, {**options, "until": [stop]}) for prompt in PROMPTS]
     stopped = harness.generate_until(requests, disable_tqdm=True)
@@ -193,6 +193,17 @@ def test_batches_change_no_result_and_repeating_gives_the_same():
     assert one.samples["local_choices"] == {"original": 5, "effective": 5}
     assert one.num_fewshot == {"local_texts": 1, "local_choices": 1, "local_words": 0}  # which sets 0 itself
     assert one.task_versions == {"local_texts": 1.0, "local_choices": 2.0, "local_words": 1.0}
+
+
+def test_accuracy_is_that_of_the_scores_by_hand():
+    model, right = decoder("window"), 0
+    for line in (TASKS / "choices.jsonl").read_text().splitlines():
+        example = json.loads(line)
+        context = f"Question: {example['question']}\nAnswer:".encode()
+        scores = [by_hand(model, context, f" {choice}".encode())[0] for choice in example["choices"]]
+        right += scores.index(max(scores)) == example["answer"]
+    found = evaluate_tasks(model, bytes_tokenizer(), ["local_choices"], task_path=TASKS, length=256)
+    assert found.results["local_choices"]["acc,none"] == right / 5
 
 
 def test_the_result_says_what_decided_it_and_is_json(caplog):

@@ -49,3 +49,6 @@ def test_errors_name_the_file(tmp_path):
     (tmp_path / "recipe.yaml").write_text("kinds: train\n")
     with pytest.raises(ValueError, match=r"recipe\.yaml: Recipe has no key 'kinds'; did you mean 'kind'"):
         read_recipe(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("alone: 3\n")
+    with pytest.raises(TypeError, match=r"recipe\.yaml: alone must be bool"):
+        read_recipe(tmp_path)

@@ -110,10 +110,11 @@ def test_first_weights_are_the_decoders():
     language_model, partial(language_model, tie_embeddings=False), classifier, partial(pretraining, objective="causal"),
 ])  # fmt: skip
 def test_the_vocabulary_can_grow(make, tmp_path):
-    model, tokens = make().double().eval(), prompt()
+    model, tokens = make().eval(), prompt()
     before, owner = model(tokens).logits, getattr(model.model, "encoder", model.model)
     model.resize_token_embeddings(VOCABULARY + 5, mean_resizing=False)
-    assert_same_maths(model(tokens).logits[..., : before.shape[-1]], before)
+    same = assert_same_maths if isinstance(model, SubquadForCausalLM) else assert_exact
+    same(model(tokens).logits[..., : before.shape[-1]], before)
     for config in (model.config, model.model.config, owner.config):
         assert config.vocab_size == VOCABULARY + 5
     assert model.get_input_embeddings() is owner.embedding.tokens

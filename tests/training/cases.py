@@ -24,8 +24,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from subquad.training import run, train
+from subquad.training.config import ParallelConfig
 from subquad.training.loop import Loop
-from subquad.training.processes import leave
+from subquad.training.processes import join, leave
 from subquad.training.saving import Checkpoints
 from tests.training.configs import config_of, write_text
 
@@ -221,6 +222,20 @@ def resharding(folder):
     tell(folder, "resharding", [fork(world, move, steps, changes) for world, steps, changes in stages])
 
 
+def restarted(folder):
+    """Two processes meet three times at the store of one torchrun, which outlives a restart."""
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def attempt(rank, late):
+        os.environ.update(MASTER_PORT=str(server.port), TORCHELASTIC_USE_AGENT_STORE="True")
+        if rank == late:  # finds what it wrote before still in the store
+            time.sleep(0.5)
+        processes = join(ParallelConfig(timeout=10.0), "cpu")
+        tell(folder, f"restarted {late} {rank}", processes.by_the_first(lambda: late))
+
+    tell(folder, "restarted", [fork(2, attempt, late, seconds=60) for late in (2, 1, 0)])
+
+
 def lost(rank, folder, how):
     """Process 1 dies or hangs in step 2."""
 
@@ -261,6 +276,7 @@ def together(rank, folder):
 def quick(folder):
     tell(folder, "quick", [fork(1, alone, folder), fork(2, together, folder)])
     resharding(folder)
+    restarted(folder)
     for how in ("dies", "hangs"):
         fork(3, lost, folder, how, seconds=60)
 

@@ -146,6 +146,12 @@ def test_a_process_that_is_lost_is_named_by_the_others(quick, how, named):
     assert told(quick, f"{how} 2").startswith("LostProcessError: ")
 
 
+def test_processes_that_are_started_again_meet_at_the_store_of_before(quick):
+    assert told(quick, "restarted") == [[0, 0]] * 3, (quick / "stderr").read_text()
+    for number in range(3):
+        assert [told(quick, f"restarted {number} {rank}") for rank in range(2)] == [number] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_fifty_steps_are_the_same_by_one_two_and_four_processes(curves, kind):

@@ -10,6 +10,7 @@ from PIL import Image
 from subquad.data.config import LabelledConfig
 from subquad.data.labelled import labelled_corpus
 from subquad.data.lra.read_images import grey
+from subquad.data.lra.store import choose
 from tests.data.lra.layouts import DATASETS, HOME, expressions, papers, pathfinder, pictures, put, release, reviews
 
 PARTS = ("train", "held_out", "test")
@@ -73,6 +74,7 @@ def test_fewer_examples_are_chosen_by_seed_in_their_shares(tmp_path, read):
     assert np.bincount(first.train.labels).tolist() == np.bincount(other.train.labels).tolist() == [6, 4]
     assert texts(first.train) != texts(other.train)
     assert first.fingerprint != other.fingerprint
+    assert (np.diff(choose(np.arange(40) % 2, 10, 0)) > 0).all(), "in their order"
     for name, count, most in (("examples", 31, 30), ("held_out", 9, 8)):
         message = rf"classify.{name}={count} is too many for .*: the data set has {most} such examples, not {count}"
         with pytest.raises(ValueError, match=message):
