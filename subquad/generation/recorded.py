@@ -106,7 +106,7 @@ def _simplify(graph: GraphModule) -> None:
 
 def _returns_its_input(node: Node) -> bool:
     if node.target is aten.dropout.default:
-    return bool(before.dtype == after.dtype and before.device == after.device)
+        return bool(node.args[1] == 0) or node.args[2] is False
     if node.target not in (aten.to.dtype, aten.to.dtype_layout):
         return False
     before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
