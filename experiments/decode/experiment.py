@@ -19,7 +19,10 @@ def run(unit: Unit) -> list[dict[str, Any]]:
     """Time all mechanisms and contexts in turns in one process."""
     causal = [name for name in names() if "causal" in mechanism(name).forms]
     rows = []
-    for row in measure_decode(DecodeConfig.from_dict({**unit.settings["bench"], "mechanisms": causal})).rows:
+    settings = {**unit.settings["bench"], "mechanisms": causal, "peers": "none"}
+    for row in measure_decode(DecodeConfig.from_dict(settings)).rows:
+        if row["form"] != "call":
+            continue
         if row["status"] != "ok":
             raise RuntimeError(f"{row['label']} after {row['tokens']} tokens: {row['status']}: {row['message']}")
         rows.append({"mechanism": row["name"], "context": row["tokens"], "ms": 1e3 * row["median_s"]})
