@@ -22,7 +22,7 @@ PASSES = {
     "forward_backward": "Forward and backward pass",
     "step": "Training step",
     "prefill": "Prefill",
-    "token": "Decoding",
+    "token": "Decoding a token",
 }
 TIME, MEMORY, STATE = ("time", "time (ms)"), ("peak memory", "peak memory (MiB)"), ("state", "state (MiB)")
 """What a picture shows: its name in the title, and the label of the vertical axis."""
@@ -107,11 +107,11 @@ def _panels(
     figure = drawing.new_figure(9.2, 4.2 * len(passes))
     figure.supxlabel(setting(report), fontsize=8)
     labels = _labels(rows)
-    against = LENGTH if over == "tokens" else LATENTS
+    length = ("context", "context length (tokens)") if passes == ["token"] else LENGTH
+    against = length if over == "tokens" else LATENTS
     panels = figure.subplots(len(passes), 1, sharex=True, squeeze=False)[:, 0]
     for n, (axis, which) in enumerate(zip(panels, passes, strict=True)):
-        shown = [row for row in rows if row["pass"] == which]
-        _lines(axis, shown, labels, lambda row: row[over], value, legend=n == 0)
+        _lines(axis, [x for x in rows if x["pass"] == which], labels, lambda x: x[over], value, legend=n == 0)
         _logarithmic(axis)
         axis.set_title(f"{PASSES[which]}: {shows[0]} against {against[0]}", fontsize=11)
         axis.set_ylabel(shows[1], fontsize=9)
