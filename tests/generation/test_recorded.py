@@ -35,13 +35,16 @@ def test_a_recorded_step_has_the_models_logits(name):
 
 
 def test_a_step_is_recorded_once_and_changed_weights_count():
-    model = make("linear")
-    fixed, twin = FixedSlots(model, 1, 1), FixedSlots(model, 1, 1)
+    model, token = make("linear"), torch.tensor([[2]])
+    fixed = FixedSlots(model, 1, 1)
     with torch.no_grad():
         fixed.step([1])
-        twin.step([1])
+        before = fixed.step([2])
         model.embedding.tokens.weight.mul_(0.5)
-        assert_exact(fixed.step([2]), twin.step([2]))
+        expected_BV, _ = fixed._forward(token, fixed._active_B, joined(fixed._like, fixed._tensors))
+        after = fixed.step([2])
+        assert_exact(after, expected_BV)
+        assert not torch.equal(after, before)
         assert len(fixed._steps) == 1
 
 
