@@ -79,12 +79,12 @@ def test_block_sizes_reach_the_engines_and_end_with_their_block(monkeypatch):
     with pytest.raises(RuntimeError, match="inside"), block_sizes(4):
         raise RuntimeError("inside")
     assert sizes() == before
-    spans = []
-    of_scan = scan._spans
-    monkeypatch.setattr(scan, "_spans", lambda *a: spans.append(of_scan(*a)) or of_scan(*a))
+    pieces = []
+    of_scan = scan._pieces
+    monkeypatch.setattr(scan, "_pieces", lambda *a: pieces.append(of_scan(*a)) or of_scan(*a))
     with block_sizes(4):
         build("linear", dim=4, num_heads=1)(torch.randn(1, 10, 4))
-    assert spans[0] == [(0, 4, 4), (4, 8, 4), (8, 10, 2)]
+    assert pieces[0] == [(0, 8, 2, 4, 0), (8, 10, 1, 2, 2)], "two chunks of 4 tokens, one of 2"
 
 
 def test_the_largest_allocation_is_seen_inside_custom_operations_too():

@@ -31,6 +31,10 @@ from subquad.memory import empty_like
 from subquad.ops.backends import without_autocast
 
 SUB = 4
+EMPTY = -(2.0**100)
+"""The log-normaliser of no tokens: finite, so differences are too, and the same number in float32 and float64."""
+LIMIT = 40.0
+"""Rows with logits above the reference by more take the safe form: exp(40) leaves products room in float32."""
 
 
 def halvings(C: int) -> Iterator[int]:
@@ -157,27 +161,9 @@ def spans(tokens: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
 
 
-def chunk_spans(tokens: int, chunk: int) -> list[tuple[int, int, int]]:
-    """Return `(start, stop, size)` of each chunk; the last one is padded up to `size`, a power of two."""
-    spans = [(start, start + chunk, chunk) for start in range(0, tokens - chunk + 1, chunk)]
-    done = len(spans) * chunk
-    if done < tokens:
-        spans.append((done, tokens, power_of_two(tokens - done)))
-    return spans
-
-
 def power_of_two(least: int) -> int:
     """Return the smallest power of two that is at least `least`."""
     return 1 << max(0, least - 1).bit_length()
-
-
-def padded(x_NTL: Tensor, span: tuple[int, int, int], fill: float = 0.0) -> Tensor:
-    """Return the rows of a chunk, filled up to its size; a view if none is missing."""
-    start, stop, size = span
-    rows = x_NTL[:, start:stop]
-    if stop - start == size:
-        return rows
-    return F.pad(rows, (0, 0, 0, size - (stop - start)), value=fill)
 
 
 PIECE_ENTRIES = 1 << 17
@@ -196,19 +182,47 @@ def _whole(x_NRL: Tensor) -> Tensor:
     return torch.cat([x_NRL, x_NRL[:, -1:].expand(-1, missing, -1)], 1) if missing else x_NRL
 
 
+def reference(k_NRL: Tensor, a_NL: Tensor) -> Tensor:
+    """Return what a piece's logits are compared with: the log-normaliser before it or, without one, its first token.
+
+    It depends on the past only, or a later token would change the bits of earlier rows.
+    """
+    return torch.where(a_NL <= EMPTY, k_NRL[:, 0].clamp(min=EMPTY), a_NL.to(k_NRL.dtype))
+
+
+def _safe(k_NRL: Tensor, a_NL: Tensor) -> tuple[Tensor, Tensor]:
+    """Return m and z of a piece with any logits, by halves."""
+    rows, k_NRL = k_NRL.shape[1], _whole(k_NRL)
+    m_NRL = torch.maximum(running_max(k_NRL), a_NL.to(k_NRL.dtype)[:, None])
+    z_NRL = decayed_sum((k_NRL - m_NRL).exp_(), m_NRL)
+    z_NRL.add_((a_NL[:, None] - m_NRL).exp_().to(k_NRL.dtype))
+    return m_NRL[:, :rows], z_NRL[:, :rows]
+
+
 @torch.library.custom_op("subquad::running_logsumexp", mutates_args=())
 @without_autocast
 def running_logsumexp_op(k_NTL: Tensor, a_NL: Tensor) -> tuple[Tensor, Tensor]:
-    """Return m and z in the dtype of k; `a` is float64, as it would stop growing at a million tokens in float32."""
+    """Return m and z in the dtype of k; `a` is float64, as it would stop growing at a million tokens in float32.
+
+    On a CPU m is the piece's reference for all rows, which takes one sum instead of sums by halves, up to the first
+    logit above it by more than `LIMIT`.
+    """
     m_NTL, z_NTL = empty_like(k_NTL), empty_like(k_NTL)
     for piece in _pieces(k_NTL):
-        rows = piece.stop - piece.start
-        k_NRL = _whole(k_NTL[:, piece])
-        m_NRL = torch.maximum(running_max(k_NRL), a_NL.to(k_NRL.dtype)[:, None])
-        z_NRL = decayed_sum((k_NRL - m_NRL).exp_(), m_NRL)
-        z_NRL.add_((a_NL[:, None] - m_NRL).exp_().to(k_NRL.dtype))
-        m_NTL[:, piece], z_NTL[:, piece] = m_NRL[:, :rows], z_NRL[:, :rows]
-        a_NL = m_NRL[:, rows - 1].to(a_NL.dtype) + z_NRL[:, rows - 1].to(a_NL.dtype).log()
+        k_NRL, m_NRL, z_NRL = (x[:, piece] for x in (k_NTL, m_NTL, z_NTL))
+        if k_NTL.device.type != "cpu":  # the test of the logits would wait for the device
+            m, z = _safe(k_NRL, a_NL)
+        else:
+            m = reference(k_NRL, a_NL)[:, None]
+            x_NRL = k_NRL - m
+            late_NRL = None if x_NRL.numel() and x_NRL.amax() <= LIMIT else ~(x_NRL.cummax(1).values <= LIMIT)
+            z = x_NRL.clamp_(max=LIMIT).exp_().cumsum(1).add_((a_NL[:, None] - m).exp_().to(k_NTL.dtype))
+            if late_NRL is not None:
+                safe = _safe(k_NRL, a_NL)
+                m, z = torch.where(late_NRL, safe[0], m), torch.where(late_NRL, safe[1], z)
+        m_NRL.copy_(m)
+        z_NRL.copy_(z)
+        a_NL = m_NRL[:, -1].to(a_NL.dtype) + z_NRL[:, -1].to(a_NL.dtype).log()
     return m_NTL, z_NTL
 
 
@@ -227,12 +241,17 @@ def running_logsumexp_backward_op(
     u_NL = first_NL = None
     for piece in reversed(_pieces(k_NTL)):
         rows = piece.stop - piece.start
-        m_NRL = _whole(m_NTL[:, piece])
-        u_NRL = reverse_decayed_sum(F.pad(grad_NTL[:, piece], (0, 0, 0, m_NRL.shape[1] - rows)), m_NRL)
+        m_NRL, grad_NRL = m_NTL[:, piece], grad_NTL[:, piece]
+        u_NRL = grad_NRL.flip(1).cumsum(1).flip(1)
+        varies_NL = m_NRL[:, 0] < m_NRL[:, -1]
+        if m_NRL.device.type != "cpu" or varies_NL.any():
+            whole_NRL = _whole(m_NRL)
+            safe_NRL = reverse_decayed_sum(F.pad(grad_NRL, (0, 0, 0, whole_NRL.shape[1] - rows)), whole_NRL)[:, :rows]
+            u_NRL = torch.where(varies_NL[:, None], safe_NRL, u_NRL)
         if u_NL is not None and first_NL is not None:
             u_NRL.addcmul_((m_NRL - first_NL[:, None]).exp_(), u_NL[:, None])
         u_NL, first_NL = u_NRL[:, 0], m_NRL[:, 0]
-        dk_NTL[:, piece] = u_NRL[:, :rows] * (k_NTL[:, piece] - m_NTL[:, piece]).exp_()
+        dk_NTL[:, piece] = u_NRL * (k_NTL[:, piece] - m_NRL).exp_()
     if u_NL is None or first_NL is None:
         return dk_NTL, torch.zeros_like(a_NL)
     return dk_NTL, (a_NL - first_NL).exp() * u_NL

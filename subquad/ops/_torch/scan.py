@@ -1,9 +1,11 @@
 """Compute the gated scan in chunks, with a hand-written backward pass: memory linear in T, one state per chunk.
 
 Inside a chunk G_t is the sum of log f up to row t, so exp(G_i - G_j) is the decay from column j to row i. Rows of a
-chunk read earlier chunks through one state, so the work per chunk is three matrix products of C rows.
+chunk read earlier chunks through one state, so the work per chunk is three matrix products of C rows. Only the states
+follow one another: everything else is computed for a piece of several chunks in one call.
 
-Shape letters: N batch times heads, T tokens, K key channels, V value channels, F = 1 or K decays, C rows of a chunk.
+Shape letters: N batch times heads, T tokens, K key channels, V value channels, F = 1 or K decays, C rows of a chunk,
+M = P N chunks of a piece.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import torch
 from torch import Tensor
 
 from subquad.memory import empty, empty_like
-from subquad.ops._torch.halves import chunk_spans, padded, pair_backward, pair_scores, power_of_two, spans
+from subquad.ops._torch.halves import pair_backward, pair_scores, power_of_two
+from subquad.ops._torch.pieces import Piece, follow, pieces_of
 from subquad.ops.backends import without_autocast
 
 CHUNK = 64
@@ -32,7 +35,7 @@ class _Decay:
         self.G = log_f_NCF.double().cumsum(1)
         self.to_row = self.G.exp().to(like.dtype)
         self.to_end = (self.G[:, -1:] - self.G).exp_().to(like.dtype)
-        self.whole = self.to_row[:, -1, :, None]
+        self.whole = self.to_row[:, -1, :, None]  # from the chunk's start to its end
 
     def rows(self, q_NCK: Tensor) -> Tensor:
         """Return the queries, decayed from the chunk's start, for their product with the state there."""
@@ -42,9 +45,18 @@ class _Decay:
         """Return the inputs, decayed to the chunk's end, for their sum into the state there."""
         return i_NCK if self.to_end is None else i_NCK * self.to_end
 
-    def carry(self, state_NKV: Tensor) -> Tensor:
-        """Decay the state from the chunk's start to its end (in the backward pass from end to start)."""
-        return state_NKV if self.whole is None else state_NKV * self.whole
+    def before(self, end_NKV: Tensor, added_MKV: Tensor, into: Tensor) -> Tensor:
+        """Return the state before each chunk `[M, K, V]`, in `into`; `end` moves from before the piece to after it."""
+        into[0].copy_(end_NKV)
+        follow([*into.unbind(), end_NKV], added_MKV, self.whole)
+        return into.flatten(0, 1)
+
+    def after(self, chunks: int, start_NKV: Tensor, added_MKV: Tensor) -> Tensor:
+        """Return the state's gradient after each chunk `[M, K, V]`; `start` moves from after the piece to before it."""
+        into = added_MKV.new_empty(chunks, *start_NKV.shape)
+        into[-1].copy_(start_NKV)
+        follow([start_NKV, *into.unbind()][::-1], added_MKV, self.whole, back=True)
+        return into.flatten(0, 1)
 
     def scores(self, q_NCK: Tensor, i_NCK: Tensor) -> Tensor:
         """Return the weight `[N, C, C]` of value j in row i."""
@@ -86,34 +98,40 @@ def gated_scan_op(
     With `normalise` the state has one more value channel, the sum of the inputs; without it there are no normalisers.
     The backward pass computes everything else again from the saved states.
     """
-    N, T, V = v_NTV.shape
-    K, parts = q_NTK.shape[-1], _spans(T, chunk, log_f_NTF)
+    (N, T, V), K = v_NTV.shape, q_NTK.shape[-1]
+    parts = _pieces(q_NTK, v_NTV, log_f_NTF, chunk)
     out_NTV, total_NT = empty_like(v_NTV), v_NTV.new_empty(N, T if normalise else 0)
-    kept = len(parts) if save else 0
+    # Without `save` each piece overwrites the states of the one before.
+    counts = [part.chunks for part in parts]
+    kept = sum(counts) if save else max(counts, default=0)
     states, sums = empty(state_NKV, kept, N, K, V), state_NKV.new_empty(kept, N, K, int(normalise))
-    s_NKV, z_NK1 = state_NKV[..., :V].contiguous(), state_NKV[..., V:]
-    for n, span in enumerate(parts):
-        q, i, v = (padded(x, span) for x in (q_NTK, i_NTK, v_NTV))
-        decay = _Decay(None if log_f_NTF is None else padded(log_f_NTF, span), q)
-        start, stop, _ = span
-        if save:
-            states[n], sums[n] = s_NKV, z_NK1
+    end_NKV, end_NK1 = (
+        x.clone(memory_format=torch.contiguous_format) for x in state_NKV.split([V, int(normalise)], -1)
+    )
+    for part in parts:
+        q, i, v = (part.take(x) for x in (q_NTK, i_NTK, v_NTV))
+        decay = _Decay(None if log_f_NTF is None else part.take(log_f_NTF), q)
         scores, rows, columns = decay.scores(q, i), decay.rows(q), decay.columns(i)
-        out = torch.bmm(scores, v).baddbmm_(rows, s_NKV)
-        s_NKV = torch.baddbmm(decay.carry(s_NKV), columns.mT, v)
+        here = part.places if save else slice(0, part.chunks)
+        state = decay.before(end_NKV, torch.bmm(columns.mT, v), states[here])
+        out = torch.bmm(scores, v).baddbmm_(rows, state)
         if normalise:
-            divisor = torch.baddbmm(scores.sum(-1, keepdim=True), rows, z_NK1)
-            z_NK1 = decay.carry(z_NK1) + columns.sum(1)[..., None]
-            total_NT[:, start:stop] = divisor[:, : stop - start, 0]
+            z = decay.before(end_NK1, columns.sum(1)[..., None], sums[here])
+            divisor = (rows * z.mT).sum(-1, keepdim=True).add_(scores.sum(-1, keepdim=True))
+            part.put(divisor, total_NT[..., None])
             out.div_(_divisor(divisor, eps))
-        out_NTV[:, start:stop] = out[:, : stop - start]
-    return out_NTV, torch.cat([s_NKV, z_NK1], -1), total_NT, states, sums
+        part.put(out, out_NTV)
+    kept = len(states) if save else 0
+    return out_NTV, torch.cat([end_NKV, end_NK1], -1), total_NT, states[:kept], sums[:kept]
 
 
-def _spans(tokens: int, chunk: int, log_f: Tensor | None) -> list[tuple[int, int, int]]:
-    if log_f is not None:
-        return chunk_spans(tokens, power_of_two(chunk))
-    return [(part.start, part.stop, part.stop - part.start) for part in spans(tokens, chunk)]
+def _chunks(tokens: int, chunk: int, log_f: Tensor | None) -> int:
+    return -(-tokens // (chunk if log_f is None else power_of_two(chunk)))
+
+
+def _pieces(q_NTK: Tensor, v_NTV: Tensor, log_f: Tensor | None, chunk: int) -> list[Piece]:
+    chunk = chunk if log_f is None else power_of_two(chunk)
+    return pieces_of(q_NTK, chunk, max(chunk, q_NTK.shape[-1], v_NTV.shape[-1]), whole=log_f is not None)
 
 
 def _divisor(total_NC1: Tensor, eps: float) -> Tensor:
@@ -125,7 +143,7 @@ def _divisor(total_NC1: Tensor, eps: float) -> Tensor:
 @gated_scan_op.register_fake
 def _(q, i, v, log_f, state, normalise, eps, chunk, save):  # type: ignore[no-untyped-def]
     N, T, V = v.shape
-    chunks = len(_spans(T, chunk, log_f)) if save else 0
+    chunks = _chunks(T, chunk, log_f) if save else 0
     return (
         v.new_empty(v.shape),
         state.new_empty(state.shape),
@@ -161,39 +179,47 @@ def gated_scan_backward_op(
     dq_NTK, di_NTK, dv_NTV = empty_like(q_NTK), empty_like(i_NTK), empty_like(v_NTV)
     dlog_f = q_NTK.new_empty(0) if log_f_NTF is None else log_f_NTF.new_empty(log_f_NTF.shape)
     r_end = torch.zeros_like(end_NKV) if grad_state_NKV is None else grad_state_NKV
-    r, rz, after, z_after = r_end[..., :V].contiguous(), r_end[..., V:], end_NKV[..., :V], end_NKV[..., V:]
-    parts = _spans(v_NTV.shape[1], chunk, log_f_NTF)
-    for span, state, z in zip(reversed(parts), states.flip(0), sums.flip(0), strict=True):
-        q, i, v, do = (padded(x, span) for x in (q_NTK, i_NTK, v_NTV, grad_NTV))
-        decay = _Decay(None if log_f_NTF is None else padded(log_f_NTF, span), q)
-        start, stop, _ = span
-        rows, span_rows = decay.rows(q), slice(0, stop - start)
+    r_NKV, r_NK1 = (x.clone(memory_format=torch.contiguous_format) for x in r_end.split([V, int(normalise)], -1))
+    for part in reversed(_pieces(q_NTK, v_NTV, log_f_NTF, chunk)):
+        q, i, v, do = (part.take(x) for x in (q_NTK, i_NTK, v_NTV, grad_NTV))
+        decay = _Decay(None if log_f_NTF is None else part.take(log_f_NTF), q)
+        rows = decay.rows(q)
+        state, z = (part.of(x) for x in (states, sums))
         if normalise:
-            do = do / _divisor(padded(total_NT[..., None], span), eps)
             assert out_NTV is not None
-            dtotal = (do * padded(out_NTV, span)).sum(-1, keepdim=True).neg_()
-            grad = torch.baddbmm(dtotal, do, v.mT).tril_()
-            from_state = torch.baddbmm(torch.bmm(dtotal, z.mT), do, state.mT)
-            to_state = torch.baddbmm(rz.mT, v, r.mT)
-        else:
-            grad, from_state, to_state = torch.bmm(do, v.mT).tril_(), torch.bmm(do, state.mT), torch.bmm(v, r.mT)
-        dq, di, scores = decay.backward(q, i, grad)
+            do = do / _divisor(part.take(total_NT[..., None]), eps)
+            dtotal = (do * part.take(out_NTV)).sum(-1, keepdim=True).neg_()
+        r = decay.after(part.chunks, r_NKV, torch.bmm(rows.mT, do))
+        grad, from_state, to_state = torch.bmm(do, v.mT), torch.bmm(do, state.mT), torch.bmm(v, r.mT)
+        if normalise:
+            rz = decay.after(part.chunks, r_NK1, (rows * dtotal).sum(1)[..., None])
+            grad.add_(dtotal)
+            from_state.addcmul_(dtotal, z.mT)
+            to_state.add_(rz.mT)
+        dq, di, scores = decay.backward(q, i, grad.tril_())
         dq += decay.rows(from_state)
         di += decay.columns(to_state)
-        dv_NTV[:, start:stop] = torch.bmm(scores.mT, do).baddbmm_(decay.columns(i), r)[:, span_rows]
-        dq_NTK[:, start:stop], di_NTK[:, start:stop] = dq[:, span_rows], di[:, span_rows]
+        part.put(torch.bmm(scores.mT, do).baddbmm_(decay.columns(i), r), dv_NTV)
+        part.put(dq, dq_NTK)
+        part.put(di, di_NTK)
         if log_f_NTF is not None:
             # d/dG of exp(G_i - G_j) is the score itself with sign +1 in row i and -1 in column j: no division by f,
             # which may be zero. log f_t enters every later G, hence the sums from the end.
-            dG, dG_end = q * dq - i * di, ((after * r).sum(-1) + (z_after * rz).sum(-1))[:, None]
+            dG, dG_end = q * dq - i * di, (_next(part, states, end_NKV[..., :V]) * r).sum(-1)[:, None]
+            if normalise:
+                dG_end += (_next(part, sums, end_NKV[..., V:]) * rz).sum(-1)[:, None]
             if log_f_NTF.shape[-1] == 1:
                 dG, dG_end = dG.sum(-1, keepdim=True), dG_end.sum(-1, keepdim=True)
-            dlog_f[:, start:stop] = (dG.flip(1).cumsum(1).flip(1) + dG_end)[:, span_rows]
-        r = torch.baddbmm(decay.carry(r), rows.mT, do)
-        if normalise:
-            rz = torch.baddbmm(decay.carry(rz), rows.mT, dtotal)
-        after, z_after = state, z
-    return dq_NTK, di_NTK, dv_NTV, dlog_f, torch.cat([r, rz], -1)
+            part.put(dG.flip(1).cumsum(1).flip(1) + dG_end, dlog_f)
+    return dq_NTK, di_NTK, dv_NTV, dlog_f, torch.cat([r_NKV, r_NK1], -1)
+
+
+def _next(part: Piece, states: Tensor, end_NKV: Tensor) -> Tensor:
+    """Return the state after each chunk of a piece `[M, K, V]`."""
+    after = states[part.first + 1 : part.first + part.chunks + 1]
+    if len(after) < part.chunks:
+        after = torch.cat([after, end_NKV[None]])
+    return after.flatten(0, 1)
 
 
 @gated_scan_backward_op.register_fake

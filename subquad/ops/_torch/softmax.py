@@ -1,20 +1,22 @@
 """Causal Latte's recurrence in chunks, with a hand-written backward: memory linear in T, one state a chunk.
 
-Let r be the log-normaliser of all tokens before the chunk (in the first chunk, of its first token), E_j = exp(k_j - r)
-and Z_i = z + sum_{j <= i} E_j, where z and s are the normaliser, in units of exp(r), and the mean before the chunk.
-Then token j weighs E_j / Z_i for row i: a chunk is linear attention, a handful of matrix products,
+Chunks are computed some at a time, a piece. Let r be the log-normaliser of all tokens before the piece (in the first
+one, of its first token), E_j = exp(k_j - r) and Z_i = z + sum_{j <= i} E_j, where z and s are the normaliser, in units
+of exp(r), and the mean before the piece. Then token j weighs E_j / Z_i for row i: it is linear attention in chunks,
 
     o_i = q_i . (z s + sum_{j <= i} E_j (x) v_j),   q_i = p_i / Z_i
 
 and with one latent (ELiTA) a running sum replaces the scores, which have rank one. This needs k_j - r <= LIMIT, or E
-would overflow. The first row that sees a larger logit and all rows after it are computed again in the safe form, and so
-is the state after the chunk. The switch is per row and only looks back, so no row's bits depend on later tokens.
+would overflow. The first row that sees a larger logit and all rows after it in the piece are computed again in the safe
+form, chunk by chunk, and so is the state after the piece. The switch is per row and only looks back, so no row's bits
+depend on later tokens.
 
 The safe form takes logits of any size: no exponent is positive or a difference of large sums. With
 m_t = max_{s <= t} k_s and z_t = sum_{s <= t} exp(k_s - m_t), the weight of token j for row i is exp(k_j - m_i) / z_i.
 The decays telescope, so a chunk needs only k, m and z. Derivation: docs/decisions/0002-running-softmax.md.
 
-Shape letters: N batch times heads, T tokens, L latents, V value channels, C rows of a chunk.
+Shape letters: N batch times heads, T tokens, L latents, V value channels, C rows of a chunk,
+P chunks of a piece, M = P N.
 """
 
 from __future__ import annotations
@@ -26,24 +28,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad.memory import empty, empty_like
+from subquad.ops._torch.halves import EMPTY as EMPTY
 from subquad.ops._torch.halves import (
+    LIMIT,
     decayed_sum,
     pair_backward,
     pair_scores,
     power_of_two,
+    reference,
     reverse_decayed_sum,
     running_max,
     spans,
 )
+from subquad.ops._torch.pieces import Piece, follow, pieces_of
 from subquad.ops.backends import without_autocast
 
-EMPTY = -(2.0**100)
-"""The log-normaliser of no tokens: finite, so differences are too, and the same number in float32 and float64."""
 CHUNK = 64
 MEAN_CHUNK = 256
 """Tokens per chunk, for several latents and for one."""
-LIMIT = 40.0
-"""Rows with logits above the reference by more take the safe form: exp(40) leaves products room in float32."""
 
 
 def chunk_size(latents: int) -> int:
@@ -128,98 +130,86 @@ def safe_backward(
     return ChunkGradients(dp[:, :C], dk[:, :C], dv[:, :C], r, u)
 
 
-class _Chunk:
-    """p, k and v of one chunk, and the state before it: log-normaliser a (float64) and mean s."""
+class _Piece:
+    """p and k of a piece, relative to the state before it: log-normaliser a (float64) and mean s."""
 
-    def __init__(self, p_NCL: Tensor, k_NCL: Tensor, v_NCV: Tensor, a_NL: Tensor, s_NLV: Tensor) -> None:
-        self.p, self.k, self.v, self.a, self.s = p_NCL, k_NCL, v_NCV, a_NL, s_NLV
-        # The reference depends on the past only, or a later token would change the bits of earlier rows.
-        first_NL = k_NCL[:, 0].clamp(min=EMPTY)
-        self.reference_NL = torch.where(a_NL <= EMPTY, first_NL, a_NL.to(k_NCL.dtype))
-        self.z_NL = (a_NL - self.reference_NL).exp().to(k_NCL.dtype)
-        self.late_NC: Tensor | None = None
-        self.x_NCL = k_NCL - self.reference_NL[:, None]
-        if self.x_NCL.numel() and not self.x_NCL.amax() <= LIMIT:  # NaN too
-            # One flag per row, cumulative over the chunk: late rows read clamped numbers and are replaced.
-            self.late_NC = ~(self.x_NCL.amax(-1).cummax(1).values <= LIMIT)
-            self.x_NCL.clamp_(max=LIMIT)
+    def __init__(self, part: Piece, p_NTL: Tensor, k_NTL: Tensor, a_NL: Tensor, s_NLV: Tensor) -> None:
+        self.part, self.a, self.s = part, a_NL, s_NLV
+        k_PNCL = part.rows(k_NTL)
+        self.reference_NL = reference(k_PNCL[0], a_NL)
+        self.late_NT: Tensor | None = None
+        x_PNCL = torch.sub(k_PNCL, self.reference_NL[:, None], out=k_NTL.new_empty(k_PNCL.shape))
+        if x_PNCL.numel() and not x_PNCL.amax() <= LIMIT:  # NaN too
+            # One flag per row, cumulative over the piece: late rows read clamped numbers and are replaced.
+            self.late_NT = ~(x_PNCL.amax(-1).transpose(0, 1).flatten(1).cummax(1).values <= LIMIT)
+            x_PNCL.clamp_(max=LIMIT)
+        e_PNCL = x_PNCL.exp_()
+        total_PNCL = e_PNCL.cumsum(2)
+        z_NL = (a_NL - self.reference_NL).exp().to(k_NTL.dtype)
+        self.z_PNL = torch.cat([z_NL[None], total_PNCL[:, :, -1]]).cumsum(0)  # before each chunk, and at the end
+        total_PNCL.add_(self.z_PNL[:-1, :, None])
+        q_PNCL = torch.div(part.rows(p_NTL), total_PNCL, out=torch.empty_like(total_PNCL))
+        self.e_MCL, self.total_MCL, self.q_MCL = (x.flatten(0, 1) for x in (e_PNCL, total_PNCL, q_PNCL))
 
-    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the outputs, and the log-normaliser and mean after the chunk."""
-        e_NCL = self.x_NCL.exp_()
-        out_NCV, end_NL, sum_NLV = self._mean(e_NCL) if self.k.shape[-1] == 1 else self._latents(e_NCL)
-        a_NL = self.reference_NL.to(self.a.dtype) + end_NL.to(self.a.dtype).log()
-        s_NLV = sum_NLV.div_(end_NL[..., None])
-        if self.late_NC is not None:
-            # For all heads: the shapes, and so the bits of one head, must not depend on other heads' logits.
-            safe = safe_forward(self.p, self.k, self.v, self.a, self.s)
-            last_N1 = self.late_NC[:, -1:]
-            out_NCV = torch.where(self.late_NC[..., None], safe[0], out_NCV)
-            a_NL, s_NLV = torch.where(last_N1, safe[1], a_NL), torch.where(last_N1[..., None], safe[2], s_NLV)
-        return out_NCV, a_NL, s_NLV
+    def forward(self, v_MCV: Tensor) -> Tensor:
+        """Return the outputs."""
+        e_MCL, q_MCL = self.e_MCL, self.q_MCL
+        self.sums_PNLV = v_MCV.new_empty(len(self.z_PNL), *self.s.shape)  # before each chunk, and at the end
+        torch.mul(self.s, self.z_PNL[0, ..., None], out=self.sums_PNLV[0])
+        sums_MLV = self.sums_PNLV[:-1].flatten(0, 1)
+        if self.s.shape[1] == 1:
+            out_MCV = (e_MCL * v_MCV).cumsum(1)
+            follow(self.sums_PNLV.unbind(), out_MCV[:, -1:], None)
+            return out_MCV.add_(sums_MLV).mul_(q_MCL)
+        follow(self.sums_PNLV.unbind(), torch.bmm(e_MCL.mT, v_MCV), None)
+        return torch.bmm(torch.bmm(q_MCL, e_MCL.mT).tril_(), v_MCV).baddbmm_(q_MCL, sums_MLV)
 
-    def backward(self, do_NCV: Tensor, r_NLV: Tensor, u_NL: Tensor) -> ChunkGradients:
-        """Return the gradients, given `r` of the mean after the chunk and `u` of minus its log-normaliser."""
-        e_NCL = self.x_NCL.exp_()
-        form = self._mean_backward if self.k.shape[-1] == 1 else self._latents_backward
-        gradients = form(do_NCV, e_NCL, r_NLV, u_NL)
-        if self.late_NC is not None:
-            # A head's whole chunk, as R and U mix all its rows: gradients need not be causal to the bit.
-            safe = safe_backward(do_NCV, self.p, self.k, self.v, self.a, self.s, r_NLV, u_NL)
-            last_N = self.late_NC[:, -1]
-            late = (last_N.view(-1, *(1,) * (x.ndim - 1)) for x in gradients)
-            gradients = ChunkGradients(*(torch.where(*chosen) for chosen in zip(late, safe, gradients, strict=True)))
-        return gradients
+    def states(self, first: int) -> tuple[Tensor, Tensor]:
+        """Return log-normalisers and means before the chunks from `first` on and, at last, after the piece."""
+        z_PNL = self.z_PNL[first:]
+        a_PNL = z_PNL.to(self.a.dtype).log().add_(self.reference_NL)
+        s_PNLV = self.sums_PNLV[first:].div_(z_PNL[..., None])
+        if first == 0:
+            a_PNL[0], s_PNLV[0] = self.a, self.s  # z may be zero before the first token
+        return a_PNL, s_PNLV
 
-    def _latents(self, e_NCL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a chunk of several latents: outputs, normaliser `[N, L]` and sum of values `[N, L, V]` after it."""
-        p_NCL, v_NCV, z_NL, s_NLV = self.p, self.v, self.z_NL, self.s
-        total_NCL = e_NCL.cumsum(1).add_(z_NL[:, None])
-        q_NCL = p_NCL / total_NCL
-        before_NLV = s_NLV * z_NL[..., None]
-        out_NCV = torch.bmm(torch.bmm(q_NCL, e_NCL.mT).tril_(), v_NCV).baddbmm_(q_NCL, before_NLV)
-        return out_NCV, total_NCL[:, -1], before_NLV.baddbmm_(e_NCL.mT, v_NCV)
+    def backward(self, do_MCV: Tensor, v_MCV: Tensor, s_PNLV: Tensor, r_NLV: Tensor, u_NL: Tensor) -> ChunkGradients:
+        """Return the gradients, given the means before each chunk, and `r` and `u` of the state after the piece."""
+        e_MCL, q_MCL, total_MCL, z_PNL = self.e_MCL, self.q_MCL, self.total_MCL, self.z_PNL
+        sums_MLV = (s_PNLV * z_PNL[:-1, ..., None]).flatten(0, 1)
+        r_PNLV = v_MCV.new_empty(len(z_PNL), *r_NLV.shape)
+        torch.div(r_NLV, z_PNL[-1, ..., None], out=r_PNLV[-1])
+        r_MLV = r_PNLV[1:].flatten(0, 1)
+        if r_NLV.shape[1] == 1:
+            work_MCV = (e_MCL * v_MCV).cumsum(1).add_(sums_MLV).mul_(do_MCV)
+            dp_MCL = work_MCV.sum(-1, keepdim=True)
+            # Sums over later rows start from the end: a total minus a prefix would cancel.
+            dx_MCV = _sums_to_end(do_MCV * q_MCL)
+            follow(r_PNLV.unbind()[::-1], dx_MCV[:, :1], None, back=True)
+            dx_MCV.add_(r_MLV)
+            de_MCL = torch.mul(dx_MCV, v_MCV, out=work_MCV).sum(-1, keepdim=True)
+            dv_MCV = dx_MCV.mul_(e_MCL)
+        else:
+            follow(r_PNLV.unbind()[::-1], torch.bmm(q_MCL.mT, do_MCV), None, back=True)
+            grad_MCC = torch.bmm(do_MCV, v_MCV.mT).tril_()
+            scores_MCC = torch.bmm(q_MCL, e_MCL.mT).tril_()
+            dv_MCV = torch.bmm(scores_MCC.mT, do_MCV).baddbmm_(e_MCL, r_MLV)
+            dp_MCL = torch.bmm(grad_MCC, e_MCL).baddbmm_(do_MCV, sums_MLV.mT)
+            de_MCL = torch.bmm(grad_MCC.mT, q_MCL).baddbmm_(v_MCV, r_MLV.mT)
+        dp_MCL.div_(total_MCL)
+        # The normaliser's gradient from later rows.
+        taken_MCL = _sums_to_end(q_MCL * dp_MCL)
+        chunks_PNL = taken_MCL[:, 0].view(self.part.chunks, *u_NL.shape)
+        later_PNL = torch.cat([(u_NL / z_PNL[-1])[None], chunks_PNL.flip(0)]).cumsum(0).flip(0)
+        taken_MCL.add_(later_PNL[1:].flatten(0, 1)[:, None])
+        dk_MCL = de_MCL.sub_(taken_MCL).mul_(e_MCL)
+        r_NLV = r_PNLV[0] * z_PNL[0, ..., None]
+        return ChunkGradients(dp_MCL, dk_MCL, dv_MCV, r_NLV, later_PNL[0] * z_PNL[0])
 
-    def _latents_backward(self, do_NCV: Tensor, e_NCL: Tensor, r_NLV: Tensor, u_NL: Tensor) -> ChunkGradients:
-        """Return gradients of p, k, v and the state before, given `r` and `u` of the state after."""
-        p_NCL, v_NCV, z_NL, s_NLV = self.p, self.v, self.z_NL, self.s
-        total_NCL = e_NCL.cumsum(1).add_(z_NL[:, None])
-        q_NCL = p_NCL / total_NCL
-        end_NL = total_NCL[:, -1]
-        r_NLV, u_NL = r_NLV / end_NL[..., None], u_NL / end_NL
-        grad_NCC = torch.bmm(do_NCV, v_NCV.mT).tril_()
-        scores_NCC = torch.bmm(q_NCL, e_NCL.mT).tril_()
-        dv_NCV = torch.bmm(scores_NCC.mT, do_NCV).baddbmm_(e_NCL, r_NLV)
-        dp_NCL = torch.bmm(grad_NCC, e_NCL).baddbmm_(do_NCV, (s_NLV * z_NL[..., None]).mT).div_(total_NCL)
-        de_NCL = torch.bmm(grad_NCC.mT, q_NCL).baddbmm_(v_NCV, r_NLV.mT)
-        # The normaliser's gradient from later rows, summed from the end: a total minus a prefix would cancel.
-        taken_NCL = (q_NCL * dp_NCL).flip(1).cumsum(1).flip(1).add_(u_NL[:, None])
-        dk_NCL = de_NCL.sub_(taken_NCL).mul_(e_NCL)
-        r_NLV = torch.baddbmm(r_NLV, q_NCL.mT, do_NCV).mul_(z_NL[..., None])
-        return ChunkGradients(dp_NCL, dk_NCL, dv_NCV, r_NLV, taken_NCL[:, 0] * z_NL)
 
-    def _mean(self, e_NC1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a chunk of one latent: outputs, normaliser `[N, 1]` and sum of values `[N, 1, V]` after it."""
-        p_NC1, v_NCV, z_N1, s_N1V = self.p, self.v, self.z_NL, self.s
-        total_NC1 = e_NC1.cumsum(1).add_(z_N1[:, None])
-        sums_NCV = (e_NC1 * v_NCV).cumsum(1).add_(s_N1V * z_N1[:, None])
-        end_N1V = sums_NCV[:, -1:].clone()
-        return sums_NCV.mul_(p_NC1 / total_NC1), total_NC1[:, -1], end_N1V
-
-    def _mean_backward(self, do_NCV: Tensor, e_NC1: Tensor, r_N1V: Tensor, u_N1: Tensor) -> ChunkGradients:
-        """Return gradients of p, k, v and the state before, given `r` and `u` of the state after."""
-        p_NC1, v_NCV, z_N1, s_N1V = self.p, self.v, self.z_NL, self.s
-        total_NC1 = e_NC1.cumsum(1).add_(z_N1[:, None])
-        q_NC1 = p_NC1 / total_NC1
-        end_N1 = total_NC1[:, -1]
-        sums_NCV = (e_NC1 * v_NCV).cumsum(1).add_(s_N1V * z_N1[:, None])
-        dp_NC1 = sums_NCV.mul_(do_NCV).sum(-1, keepdim=True).div_(total_NC1)
-        # Sums over later rows start from the end: a total minus a prefix would cancel.
-        dx_NCV = (do_NCV * q_NC1).flip(1).cumsum(1).flip(1).add_(r_N1V / end_N1[..., None])
-        taken_NC1 = (q_NC1 * dp_NC1).flip(1).cumsum(1).flip(1).add_((u_N1 / end_N1)[:, None])
-        dk_NC1 = torch.mul(dx_NCV, v_NCV, out=sums_NCV).sum(-1, keepdim=True).sub_(taken_NC1).mul_(e_NC1)
-        r_N1V = dx_NCV[:, :1] * z_N1[:, None]
-        return ChunkGradients(dp_NC1, dk_NC1, dx_NCV.mul_(e_NC1), r_N1V, taken_NC1[:, 0] * z_N1)
+def _sums_to_end(x_MCL: Tensor) -> Tensor:
+    """Return the sum of each row and all later ones."""
+    return x_MCL.flip(1).cumsum(1).flip(1)
 
 
 @torch.library.custom_op("subquad::running_softmax", mutates_args=())
@@ -238,23 +228,66 @@ def running_softmax_op(
 
     Kept ones have shape `[chunks, N, L (, V)]`. A token adds `own` times its own value to its output.
     """
-    N, T, L = k_NTL.shape
-    parts = spans(T, chunk)
+    (N, T, L), V = k_NTL.shape, v_NTV.shape[-1]
     out_NTV = empty_like(v_NTV)
-    kept = len(parts) if save else 0
-    normalisers, means = a_NL.new_empty(kept, N, L), empty(s_NLV, kept, N, L, v_NTV.shape[-1])
-    for n, span in enumerate(parts):
-        if save:
-            normalisers[n], means[n] = a_NL, s_NLV
-        part = p_NTL[:, span], k_NTL[:, span], v_NTV[:, span], a_NL, s_NLV
-        safe = v_NTV.device.type != "cpu"  # elsewhere the test of the logits would wait for the device
-        out_NCV, a_NL, s_NLV = safe_forward(*part) if safe else _Chunk(*part).forward()
+    kept = len(spans(T, chunk)) if save else 0
+    normalisers, means = a_NL.new_empty(kept, N, L), empty(s_NLV, kept, N, L, V)
+    on_cpu = v_NTV.device.type == "cpu"  # elsewhere the test of the logits would wait for the device
+    for part in _pieces(k_NTL, v_NTV, chunk):
+        v_MCV = part.take(v_NTV)
+        if on_cpu:
+            piece = _Piece(part, p_NTL, k_NTL, a_NL, s_NLV)
+            out_MCV, late_NT = piece.forward(v_MCV), piece.late_NT
+            a_PNL, s_PNLV = piece.states(0 if save or late_NT is not None else -1)
+        else:  # pieces of one chunk
+            late_NT, span = None, slice(part.start, part.stop)
+            out_MCV, *after = safe_forward(p_NTL[:, span], k_NTL[:, span], v_MCV, a_NL, s_NLV)
+            a_PNL, s_PNLV = (torch.stack(states) for states in zip((a_NL, s_NLV), after, strict=True))
         if own_NT1 is not None:
-            out_NCV.addcmul_(own_NT1[:, span], v_NTV[:, span])
-        out_NTV[:, span] = out_NCV
-    if not parts:  # an operator may not return its own input
-        a_NL, s_NLV = a_NL.clone(), s_NLV.clone()
-    return out_NTV, a_NL, s_NLV, normalisers, means
+            out_MCV.addcmul_(part.take(own_NT1), v_MCV)
+        part.put(out_MCV, out_NTV)
+        if late_NT is not None:
+            _replace_late(part, late_NT, out_NTV, (p_NTL, k_NTL, v_NTV), own_NT1, a_PNL, s_PNLV)
+        if save:
+            normalisers[part.places], means[part.places] = a_PNL[:-1], s_PNLV[:-1]
+        a_NL, s_NLV = a_PNL[-1], s_PNLV[-1]
+    # An operator may not return its own input, nor a view that keeps a piece's states.
+    return out_NTV, a_NL.clone(), s_NLV.clone(), normalisers, means
+
+
+def _pieces(k_NTL: Tensor, v_NTV: Tensor, chunk: int) -> list[Piece]:
+    # Without products a chunk needs no company, and rows of one chunk are not copied.
+    if k_NTL.shape[-1] == 1 or k_NTL.device.type != "cpu":
+        return [Piece(p.start, p.stop, 1, p.stop - p.start, n) for n, p in enumerate(spans(k_NTL.shape[1], chunk))]
+    return pieces_of(k_NTL, chunk, max(chunk, k_NTL.shape[-1], v_NTV.shape[-1]))
+
+
+def _replace_late(
+    part: Piece,
+    late_NT: Tensor,
+    out_NTV: Tensor,
+    pkv: tuple[Tensor, ...],
+    own_NT1: Tensor | None,
+    a_PNL: Tensor,
+    s_PNLV: Tensor,
+) -> None:
+    """Compute late rows, and the states after a chunk with late rows, in the safe form.
+
+    For all heads: the shapes, and so the bits of one head, must not depend on other heads' logits.
+    """
+    begun = False
+    for n, span in enumerate(part.spans()):
+        late_NC = late_NT[:, n * part.size : (n + 1) * part.size]
+        begun = begun or bool(late_NC.any())
+        if not begun:
+            continue
+        p, k, v = (x[:, span] for x in pkv)
+        out_NCV, a_NL, s_NLV = safe_forward(p, k, v, a_PNL[n], s_PNLV[n])
+        if own_NT1 is not None:
+            out_NCV = torch.addcmul(out_NCV, own_NT1[:, span], v)
+        out_NTV[:, span] = torch.where(late_NC[..., None], out_NCV, out_NTV[:, span])
+        a_PNL[n + 1] = torch.where(late_NC[:, -1:], a_NL, a_PNL[n + 1])
+        s_PNLV[n + 1] = torch.where(late_NC[:, -1:, None], s_NLV, s_PNLV[n + 1])
 
 
 @running_softmax_op.register_fake
@@ -282,25 +315,41 @@ def running_softmax_backward_op(
 
     `r` is the gradient of the mean after a chunk, `u` of minus its log-normaliser while the sum of values is held.
     """
-    T = k_NTL.shape[1]
     dp_NTL, dk_NTL, dv_NTV = (empty_like(x) for x in (p_NTL, k_NTL, v_NTV))
     down_NT1 = v_NTV.new_empty(0 if own_NT1 is None else own_NT1.shape)
     r_NLV = torch.zeros_like(end_NLV) if grad_s_NLV is None else grad_s_NLV
     u_NL = (end_NLV * r_NLV).sum(-1)
     if grad_a_NL is not None:
         u_NL = u_NL - grad_a_NL.to(u_NL.dtype)
-    for span, a_NL, s_NLV in zip(reversed(spans(T, chunk)), normalisers.flip(0), means.flip(0), strict=True):
-        do, p, k, v = (x[:, span] for x in (grad_NTV, p_NTL, k_NTL, v_NTV))
-        if v.device.type == "cpu":
-            gradients = _Chunk(p, k, v, a_NL, s_NLV).backward(do, r_NLV, u_NL)
-        else:
-            gradients = safe_backward(do, p, k, v, a_NL, s_NLV, r_NLV, u_NL)
-        dp_NTL[:, span], dk_NTL[:, span], dv_NCV, r_NLV, u_NL = gradients
-        if own_NT1 is not None:
-            dv_NCV.addcmul_(own_NT1[:, span], do)
-            down_NT1[:, span] = (do * v).sum(-1, keepdim=True)
-        dv_NTV[:, span] = dv_NCV
-    start_NLV = means[0] if T else end_NLV
+    on_cpu = v_NTV.device.type == "cpu"
+    for part in reversed(_pieces(k_NTL, v_NTV, chunk)):
+        a_PNL, s_PNLV = normalisers[part.places], means[part.places]
+        after, late_N = (r_NLV, u_NL), torch.ones_like(u_NL[:, 0], dtype=torch.bool)
+        if on_cpu:
+            piece = _Piece(part, p_NTL, k_NTL, a_PNL[0], s_PNLV[0])
+            do_MCV, v_MCV = part.take(grad_NTV), part.take(v_NTV)
+            gradients = piece.backward(do_MCV, v_MCV, s_PNLV, *after)
+            if own_NT1 is not None:
+                gradients.v.addcmul_(part.take(own_NT1), do_MCV)
+                part.put((do_MCV * v_MCV).sum(-1, keepdim=True), down_NT1)
+            for x, target in zip(gradients, (dp_NTL, dk_NTL, dv_NTV), strict=False):
+                part.put(x, target)
+            r_NLV, u_NL = gradients.r, gradients.u
+            late_N = late_N & False if piece.late_NT is None else piece.late_NT[:, -1]
+        if not on_cpu or late_N.any():
+            # A head's whole piece, as R and U mix all its rows: gradients need not be causal to the bit.
+            for span, a_NL, s_NLV in zip(reversed(part.spans()), a_PNL.flip(0), s_PNLV.flip(0), strict=True):
+                do, p, k, v = (x[:, span] for x in (grad_NTV, p_NTL, k_NTL, v_NTV))
+                gradients = safe_backward(do, p, k, v, a_NL, s_NLV, *after)
+                if own_NT1 is not None:
+                    gradients = gradients._replace(v=torch.addcmul(gradients.v, own_NT1[:, span], do))
+                    down_NT1[:, span] = (do * v).sum(-1, keepdim=True)
+                for x, target in zip(gradients, (dp_NTL, dk_NTL, dv_NTV), strict=False):
+                    target[:, span] = torch.where(late_N[:, None, None], x, target[:, span])
+                after = gradients.r, gradients.u
+            r_NLV = torch.where(late_N[:, None, None], after[0], r_NLV)
+            u_NL = torch.where(late_N[:, None], after[1], u_NL)
+    start_NLV = means[0] if len(means) else end_NLV
     da_NL = (start_NLV * r_NLV).sum(-1) - u_NL
     return dp_NTL, dk_NTL, dv_NTV, down_NT1, da_NL.to(normalisers.dtype), r_NLV.clone()
 

@@ -1,0 +1,99 @@
+"""Cut a sequence into pieces of several chunks, which the engines compute in one call.
+
+A call costs some microseconds, and torch shares its work among threads from 32,768 entries on: a chunk a call would
+leave one of two cores idle. Only the states between chunks follow one another.
+
+Shape letters: N batch times heads, T tokens, K channels, P chunks of a piece, C rows of a chunk, M = P N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from subquad.ops._torch.halves import power_of_two
+
+ENTRIES = 1 << 16
+"""Most entries of a piece's tensors for each thread, unless one chunk has more: the next call finds them in a cache."""
+MOST = 16
+"""Most chunks of a piece, which hold a state each."""
+
+
+class Piece(NamedTuple):
+    """`chunks` of `size` rows, tokens `start` to `stop`; zeros fill up a last, shorter chunk."""
+
+    start: int
+    stop: int
+    chunks: int
+    size: int
+    first: int
+    """Chunks before this piece."""
+
+    @property
+    def places(self) -> slice:
+        """Where its chunks are among all chunks."""
+        return slice(self.first, self.first + self.chunks)
+
+    def spans(self) -> list[slice]:
+        """Return the tokens of each chunk."""
+        return [slice(start, start + self.size) for start in range(self.start, self.stop, self.size)]
+
+    def rows(self, x_NTK: Tensor) -> Tensor:
+        """Return a view of the rows `[P, N, C, K]`, without any that fill up a chunk."""
+        return x_NTK[:, self.start : self.stop].unflatten(1, (self.chunks, -1)).transpose(0, 1)
+
+    def take(self, x_NTK: Tensor) -> Tensor:
+        """Return the rows `[M, C, K]`, all heads of a chunk side by side; a view if the piece has one chunk."""
+        x = x_NTK[:, self.start : self.stop]
+        if self.chunks > 1:
+            N, _, K = x.shape
+            return x.reshape(N, self.chunks, self.size, K).transpose(0, 1).reshape(-1, self.size, K)
+        missing = self.size - x.shape[1]
+        return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+    def put(self, x_MCK: Tensor, target_NTK: Tensor) -> None:
+        """Write the rows into their places, without those that filled up a chunk."""
+        target = target_NTK[:, self.start : self.stop]
+        if self.chunks > 1:
+            N, _, K = target.shape
+            target.view(N, self.chunks, self.size, K).copy_(x_MCK.view(self.chunks, N, self.size, K).transpose(0, 1))
+        else:
+            target.copy_(x_MCK[:, : target.shape[1]])
+
+    def of(self, states: Tensor) -> Tensor:
+        """Return the states of its chunks `[M, ...]`, from those of all chunks `[chunks, N, ...]`."""
+        return states[self.places].flatten(0, 1)
+
+
+def pieces_of(x_NTK: Tensor, chunk: int, widest: int, *, whole: bool = False) -> list[Piece]:
+    """Cut the tokens of x in chunks of `chunk` rows; a piece holds tensors of `widest` channels.
+
+    The last chunk may be shorter, filled up to a power of two if `whole`.
+    """
+    N, T = x_NTK.shape[:2]
+    most = max(1, min(MOST, ENTRIES * torch.get_num_threads() // max(1, N * chunk * widest)))
+    full, left = divmod(T, chunk)
+    pieces = [
+        Piece(first * chunk, min(first + most, full) * chunk, min(most, full - first), chunk, first)
+        for first in range(0, full, most)
+    ]
+    if left:
+        pieces.append(Piece(full * chunk, T, 1, power_of_two(left) if whole else left, full))
+    return pieces
+
+
+def follow(into: Sequence[Tensor], added_MKV: Tensor, decay_MKV: Tensor | None, *, back: bool = False) -> None:
+    """`into[n + 1] = decay[n] into[n] + added[n]`, over the chunks of a piece, or their reverse if `back`."""
+    step, count = -1 if back else 1, len(into) - 1
+    added = added_MKV.view(count, *into[0].shape).unbind()[::step]
+    if decay_MKV is None:
+        for n, new in enumerate(added):
+            torch.add(into[n], new, out=into[n + 1])
+    else:
+        decays = decay_MKV.view(count, len(into[0]), *decay_MKV.shape[1:]).unbind()[::step]
+        for n, (new, decay) in enumerate(zip(added, decays, strict=True)):
+            torch.addcmul(new, into[n], decay, out=into[n + 1])
