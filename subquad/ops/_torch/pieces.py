@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from subquad.ops._torch.halves import power_of_two
 
 ENTRIES = 1 << 16
-"""Most entries of a piece's tensors for each thread, unless one chunk has more: the next call finds them in a cache."""
+"""Most entries of a piece's tensors, unless one chunk has more: enough for two threads, and few enough for a cache."""
 MOST = 16
 """Most chunks of a piece, which hold a state each."""
 
@@ -75,7 +75,7 @@ def pieces_of(x_NTK: Tensor, chunk: int, widest: int, *, whole: bool = False) ->
     The last chunk may be shorter, filled up to a power of two if `whole`.
     """
     N, T = x_NTK.shape[:2]
-    most = max(1, min(MOST, ENTRIES * torch.get_num_threads() // max(1, N * chunk * widest)))
+    most = max(1, min(MOST, ENTRIES // max(1, N * chunk * widest)))
     full, left = divmod(T, chunk)
     pieces = [
         Piece(first * chunk, min(first + most, full) * chunk, min(most, full - first), chunk, first)
