@@ -44,7 +44,7 @@ from subquad.ops._torch.pieces import Piece, follow, pieces_of
 from subquad.ops.backends import without_autocast
 
 CHUNK = 64
-MEAN_CHUNK = 256
+MEAN_CHUNK = 512
 """Tokens per chunk, for several latents and for one."""
 
 

@@ -181,7 +181,7 @@ def test_each_result_has_its_own_gradients(which, kind):
 def test_padding_does_not_exist(kind):
     mask = mask_with([(9, T - 15, 6), (0, T - 7, 7)]).to(DEVICE)
     inputs, state = make(kind, T, size=2.0, batch=2, heads=2)
-    measure = "plain" if kind in SOFTMAXES else "torch"
+    measure = "plain" if kind in SOFTMAXES else "reference"
     results = assert_is_the_definition(kind, [*inputs, *state], FP32, measure, mask=mask)
     padded = [x.masked_fill(~mask[:, None, :, None], torch.nan) for x in inputs]
     assert_all_exact(differentiated(partial(scan, kind, mask=mask), [*padded, *state]), results)
