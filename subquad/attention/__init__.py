@@ -5,6 +5,7 @@ from subquad.attention.bigbird import Bigbird
 from subquad.attention.dilated import Dilated
 from subquad.attention.elita import Elita
 from subquad.attention.full import Full
+from subquad.attention.hgrn2 import Hgrn2
 from subquad.attention.latte import Latte
 from subquad.attention.latte_macchiato import LatteMacchiato
 from subquad.attention.linear import Linear
@@ -13,6 +14,8 @@ from subquad.attention.llp import Llp
 from subquad.attention.llp_printed import LlpPrinted
 from subquad.attention.longformer import Longformer
 from subquad.attention.luna import Luna
+from subquad.attention.mamba2 import Mamba2
+from subquad.attention.mlstm import Mlstm
 from subquad.attention.performer import Performer
 from subquad.attention.shifted import Shifted
 from subquad.attention.strided import Strided
@@ -26,6 +29,7 @@ __all__ = [
     "Dilated",
     "Elita",
     "Full",
+    "Hgrn2",
     "Latte",
     "LatteMacchiato",
     "Linear",
@@ -34,6 +38,8 @@ __all__ = [
     "LlpPrinted",
     "Longformer",
     "Luna",
+    "Mamba2",
+    "Mlstm",
     "Performer",
     "Shifted",
     "Strided",

@@ -14,40 +14,65 @@ from torch.nn import functional as F
 
 from subquad.ops import ScanOutput, delta_scan, gated_scan
 from subquad.ops.backends import without_autocast
+from subquad.ops.scan import FORGET_ALL
 from subquad.parallel import ContextGroup, Sent
 from subquad.parallel.exchange import prefix, sent_for_prefix
 
 
 class Recurrence(NamedTuple):
-    """`S_t = f_t * S_{t-1} + k_t (x) v_t`, or with beta the delta scan; `o_t = q_t S_t` (`ops.gated_scan`, `delta_scan`)."""
+    """`S_t = f_t * S_{t-1} + d_t k_t (x) v_t`, `o_t = q_t S_t + e v_t` (`ops.gated_scan`), or with beta the delta scan.
+
+    The step d is a number of a token and head, the skip e one of a head; None stands for 1 and 0.
+    """
 
     q_BGTK: Tensor
     k_BGTK: Tensor
     v_BHTV: Tensor
     log_f_BHTF: Tensor | None
     beta_BHT1: Tensor | None = None
+    step_BHT1: Tensor | None = None
+    skip_H11: Tensor | None = None
 
     def run(self, state: Tensor | None, mask: Tensor | None) -> ScanOutput:
-        """Return the outputs `[B, H, T, V]` and the state `[B, H, K, V]`."""
-        q, k, v, log_f, beta = self
-        if beta is None:
-            return gated_scan(q, k, v, log_f, state=state, mask=mask)
-        return delta_scan(q, k, v, beta, log_f, state=state, mask=mask)
+        """Return the outputs `[B, H, T, V]`, in float32 or wider, and the state `[B, H, K, V]`.
+
+        A product of large queries and keys may be beyond float16 before a norm makes it small.
+        """
+        if self.beta_BHT1 is not None:
+            v = self.v_BHTV.to(self.wide)
+            return delta_scan(self.q_BGTK, self.k_BGTK, v, self.beta_BHT1, self.log_f_BHTF, state=state, mask=mask)
+        scan = gated_scan(self.q_BGTK, self.k_BGTK, self.written(), self.log_f_BHTF, state=state, mask=mask)
+        return (
+            scan if self.skip_H11 is None else scan._replace(out=scan.out + self.skip_H11 * self.v_BHTV.to(self.wide))
+        )
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of sums: float32, or float64 if keys or values have it."""
+        return torch.promote_types(torch.promote_types(self.k_BGTK.dtype, self.v_BHTV.dtype), torch.float32)
+
+    def written(self) -> Tensor:
+        """Return what the gated scan writes, `d_t v_t`, in float32 or wider."""
+        v_BHTV = self.v_BHTV.to(self.wide)
+        return v_BHTV if self.step_BHT1 is None else self.step_BHT1 * v_BHTV
 
     def weights(self) -> Tensor:
         """Return `w_ts = q_t A_t ... A_{s+1} k_s b_s`, `A_t = (I - b_t k_t k_t^T) f_t`, as `[B, H, T, S]`. Quadratic.
 
-        The products of transitions are those of a triangular system: with `P` the scores of queries and keys and `N`
-        those of keys below the diagonal, both decayed, `w = P (I + b N)^-1 b`.
+        Without beta, A_t is f_t, d_s takes the place of b_s, and the skip is added to the diagonal. With beta the
+        products of transitions are those of a triangular system: with `P` the scores of queries and keys and `N` those
+        of keys below the diagonal, both decayed, `w = P (I + b N)^-1 b`.
         """
         q, k = (x.repeat_interleave(self.v_BHTV.shape[1] // x.shape[1], 1) for x in (self.q_BGTK, self.k_BGTK))
         decay = None
         if self.log_f_BHTF is not None:
-            G_BHTF = self.log_f_BHTF.double().cumsum(2)
+            G_BHTF = self.log_f_BHTF.double().clamp(min=FORGET_ALL).cumsum(2)
             decay = (G_BHTF[:, :, :, None] - G_BHTF[:, :, None]).clamp(max=0).exp().to(q.dtype)
         scores = decayed(q, k, decay).tril()
         if self.beta_BHT1 is None:
-            return scores
+            w = scores if self.step_BHT1 is None else scores * self.step_BHT1.mT
+            eye = torch.eye(q.shape[2], device=q.device, dtype=q.dtype)
+            return (w if self.skip_H11 is None else w + self.skip_H11 * eye).to(q.dtype)
         system = self.beta_BHT1 * decayed(k, k, decay).tril(-1) + torch.eye(q.shape[2], device=q.device, dtype=q.dtype)
         return scores @ torch.linalg.solve_triangular(
             system, torch.diag_embed(self.beta_BHT1[..., 0]), upper=False, unitriangular=True
@@ -66,18 +91,17 @@ class Recurrence(NamedTuple):
     @without_autocast
     def _decayed_sum(self) -> tuple[Tensor, Tensor]:
         """Return the sum of the logarithms of the decays `[B, H, F, 1]`, and the state from these tokens alone."""
-        k, v, log_f = self.k_BGTK, self.v_BHTV, self.log_f_BHTF
-        wide = torch.promote_types(torch.promote_types(k.dtype, v.dtype), torch.float32)
-        k = k.repeat_interleave(v.shape[1] // k.shape[1], 1).to(wide)
+        k, v, log_f = self.k_BGTK, self.written(), self.log_f_BHTF
+        k = k.repeat_interleave(v.shape[1] // k.shape[1], 1).to(v.dtype)
         if log_f is None:
-            return k.new_zeros(*v.shape[:2], 1, 1), k.mT @ v.to(wide)
-        G_BHTF = log_f.double().cumsum(2)
-        after = (G_BHTF[:, :, -1:] - G_BHTF).exp().to(wide)
-        return G_BHTF[:, :, -1, :, None], (k * after).mT @ v.to(wide)
+            return k.new_zeros(*v.shape[:2], 1, 1), k.mT @ v
+        G_BHTF = log_f.double().clamp(min=FORGET_ALL).cumsum(2)
+        after = (G_BHTF[:, :, -1:] - G_BHTF).exp().to(v.dtype)
+        return G_BHTF[:, :, -1, :, None], (k * after).mT @ v
 
     def _transition(self) -> tuple[Tensor, Tensor]:
         """Return what these tokens make of an earlier state, less the identity, `[B, H, K, K]`, and their own state."""
-        q, k, v, log_f, beta = self
+        q, k, v, log_f, beta, *_ = self
         assert beta is not None
         K, V = k.shape[3], v.shape[3]
         state = torch.eye(K, device=k.device).expand(*v.shape[:2], K, K)

@@ -18,7 +18,6 @@ from subquad.attention.scanned import ScannedAttention, real_mask, seen_after
 from subquad.attention.sharing import added
 from subquad.config import later
 from subquad.layers.convolution import ShortConvolution
-from subquad.layers.norm import build_norm
 from subquad.parallel import Sent, active_group
 from subquad.parallel.exchange import earlier, last_before, sent_for_earlier
 from subquad.state import State
@@ -72,15 +71,20 @@ class RecurrentAttention(ScannedAttention):
             """Channels V of a head's values."""
             return self.value_channels or self.dim // self.num_heads
 
+        @property
+        def key_heads(self) -> int:
+            """Heads G of queries and keys, each shared by H / G neighbouring heads: by default all H."""
+            return self.num_heads
+
     config: Config
 
-    def __init__(self, config: Config, *, taps: int = 0) -> None:
+    def __init__(self, config: Config, *, taps: int = 0, taps_bias: bool = False) -> None:
         super().__init__(config)
-        self.query = self.projection(config.keys * config.num_heads)
-        self.key = self.projection(config.keys * config.num_heads)
+        self.query = self.projection(config.keys * config.key_heads)
+        self.key = self.projection(config.keys * config.key_heads)
         self.norm = self.output_norm()
-        channels = config.num_heads * (2 * config.keys + config.values)
-        self.convolution = ShortConvolution(channels, taps) if taps else None
+        channels = 2 * config.key_heads * config.keys + config.num_heads * config.values
+        self.convolution = ShortConvolution(channels, taps, bias=taps_bias) if taps else None
 
     def head_channels(self) -> int:
         """Channels V of a head."""
@@ -92,22 +96,24 @@ class RecurrentAttention(ScannedAttention):
 
     def output_norm(self) -> nn.Module:
         """Return the norm over a head's output channels; its weights are the same for all heads."""
-        return build_norm("rms", self.config.values, self.config.norm_eps)
+        return OutputNorm(self.config.values, self.config.norm_eps)
 
     def projected(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Projected:
         """Return queries, keys and values; with a convolution, `silu` of their filtered channels."""
         projections = self.query, self.key, self.value
+        heads = self.config.key_heads, self.config.key_heads, self.config.num_heads
         if self.convolution is None:
-            q, k, v = (self.split(project(x_BTD)) for project in projections)
+            q, k, v = (self.split(project(x_BTD), n) for project, n in zip(projections, heads, strict=True))
             return Projected(q, k, v, None)
         z_BTC = torch.cat([project(x_BTD) for project in projections], -1)
         before_BSC = self.convolution_before(z_BTC, state)
         y_BTC = F.silu(self.convolution(z_BTC, before_BSC))
-        q, k, v = (self.split(y) for y in y_BTC.split([project.out_features for project in projections], -1))
+        parts = y_BTC.split([project.out_features for project in projections], -1)
+        q, k, v = (self.split(y, n) for y, n in zip(parts, heads, strict=True))
         return Projected(q, k, v, self.convolution.last(z_BTC, before_BSC, lengths_B))
 
     def convolution_before(self, z_BTC: Tensor, state: State | None) -> Tensor | None:
-        """Return the tokens that the convolution reads before these: the state's, or in a group those of other ranks."""
+        """Return the tokens that the convolution reads before these: the state's, in a group those of other ranks."""
         if state is not None:
             return state.tensor("convolution")
         group = active_group()
@@ -141,7 +147,7 @@ class RecurrentAttention(ScannedAttention):
 
     def finish(self, y_BHTV: Tensor, x_BTD: Tensor) -> Tensor:
         """Return `W_o (norm(y) * gate(x))`."""
-        y_BTC, gate_BTC = self.join(self.norm(y_BHTV)), self.gate(x_BTD)
+        y_BTC, gate_BTC = self.join(self.norm(y_BHTV)).to(x_BTD.dtype), self.gate(x_BTD)
         y_BTC = y_BTC if gate_BTC is None else y_BTC * gate_BTC
         return self.out(F.dropout(y_BTC, self.config.dropout, self.training))
 
@@ -177,6 +183,14 @@ class RecurrentAttention(ScannedAttention):
         return 1
 
 
+class OutputNorm(nn.RMSNorm):
+    """A root mean square norm in the precision of its input, which may be wider than its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x / sqrt(mean(x^2) + eps) * w`."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 def of_unit_length(x_BHTK: Tensor) -> Tensor:
     """`x / sqrt(|x|^2 + 1e-6)` over the channels of a head, in float32 or wider."""
     x = x_BHTK.to(torch.promote_types(x_BHTK.dtype, torch.float32))
@@ -199,7 +213,14 @@ class DecayRate(nn.Module):
 
     def forward(self, z_BTC: Tensor) -> Tensor:
         """Return the log decays `[B, H, T, F]` from `[B, T, H F]`."""
+        return self.log_decays(self.steps(z_BTC))
+
+    def steps(self, z_BTC: Tensor) -> Tensor:
+        """Return `softplus(z + c)`, `[B, H, T, F]`, from `[B, T, H F]`."""
         wide = torch.promote_types(z_BTC.dtype, torch.float32)
         step_BTC = F.softplus(z_BTC.to(wide) + self.step_bias.to(wide))
-        step_BHTF = step_BTC.unflatten(-1, (-1, self.channels)).transpose(1, 2)
-        return -self.log_rate.to(wide).exp()[:, None, None] * step_BHTF
+        return step_BTC.unflatten(-1, (-1, self.channels)).transpose(1, 2)
+
+    def log_decays(self, step_BHTF: Tensor) -> Tensor:
+        """Return `-exp(a) step`."""
+        return -self.log_rate.to(step_BHTF.dtype).exp()[:, None, None] * step_BHTF
