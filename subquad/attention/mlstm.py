@@ -180,5 +180,5 @@ def _joined(earlier: tuple[Tensor, ...], later: tuple[Tensor, ...], /) -> tuple[
     (g_1, m_1, s_1), (g_2, m_2, s_2) = earlier, later
     m_1, m_2 = g_2 + m_1.detach(), m_2.detach()
     m = torch.maximum(m_1, m_2).detach()
-    shares = ((x - m).exp().to(s_1.dtype)[..., None] for x in (m_1, m_2))
-    return g_1 + g_2, m, sum(share * s for share, s in zip(shares, (s_1, s_2), strict=True))
+    share_1, share_2 = ((x - m).exp().to(s_1.dtype)[..., None] for x in (m_1, m_2))
+    return g_1 + g_2, m, share_1 * s_1 + share_2 * s_2

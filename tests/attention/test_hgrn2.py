@@ -52,7 +52,7 @@ def test_it_is_the_papers_recurrence_token_by_token(place):
 
 def test_bounds_begin_at_their_layers_share_of_a_decoder():
     shape = {"vocab_size": 11, "dim": 16, "num_heads": 2, "num_layers": 4}
-    layers = [block.attention for block in Decoder(DecoderConfig(**shape, attention="hgrn2")).blocks()]
+    layers = [block.attention for block in Decoder(DecoderConfig(**shape, attention="hgrn2", position="none")).blocks()]
     bounds = [layer.bound for layer in layers]
     assert bounds[0] is None
     for bound, share in zip(bounds[1:], (1 / 4, 2 / 4, 3 / 4), strict=True):

@@ -11,7 +11,7 @@ class TestMlstm(AttentionContract):
 
 
 class TestMlstmWithLargeGates(AttentionContract):
-    """Logarithms of gates up to hundreds, whose exponentials only float64 holds: m matters, and the bound is reached."""
+    """Logarithms of gates up to hundreds, whose exponentials only float64 holds."""
 
     name = "mlstm"
     gates = 100.0
