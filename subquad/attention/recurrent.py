@@ -218,7 +218,8 @@ class DecayRate(nn.Module):
     def steps(self, z_BTC: Tensor) -> Tensor:
         """Return `softplus(z + c)`, `[B, H, T, F]`, from `[B, T, H F]`."""
         wide = torch.promote_types(z_BTC.dtype, torch.float32)
-        step_BTC = F.softplus(z_BTC.to(wide) + self.step_bias.to(wide))
+        # softplus, which torch cuts off above 20 (2e-9 are lost), and whose gradient torch.compile lays out wrongly.
+        step_BTC = -F.logsigmoid(-(z_BTC.to(wide) + self.step_bias.to(wide)))
         return step_BTC.unflatten(-1, (-1, self.channels)).transpose(1, 2)
 
     def log_decays(self, step_BHTF: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def test_bounds_begin_at_their_layers_share_of_a_decoder():
     torch.nn.init.zeros_(layers[2].key.weight)
     scan = layers[2].recurrence(torch.randn(1, 3, 16))[0]
     assert_exact(scan.k_BGTK, torch.full_like(scan.k_BGTK, 0.25), "keys")
-    assert_exact(scan.log_f_BHTF, torch.tensor(0.75).log().expand(1, 2, 3, 8), "log decays")
+    assert_exact(scan.log_f_BHTF, torch.tensor(-0.25).log1p().expand(1, 2, 3, 8), "log decays")
 
 
 def test_bounds_count_the_layers_of_other_mechanisms():
