@@ -48,6 +48,20 @@ def gated_scan(
     return (divide(out_NTV[..., :-1], out_NTV[..., -1], eps) if normalise else out_NTV), state_NKV
 
 
+def delta_scan(
+    q_NTK: Tensor, k_NTK: Tensor, v_NTV: Tensor, beta_NT1: Tensor, log_f_NTF: Tensor | None, state_NKV: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`S_t = (I - b_t k_t k_t^T) (f_t * S_{t-1}) + b_t k_t (x) v_t`, `o_t = q_t S_t`."""
+    out = []
+    for t in range(v_NTV.shape[1]):
+        if log_f_NTF is not None:
+            state_NKV = log_f_NTF[:, t, :, None].exp() * state_NKV
+        k_NK1, b_N11 = k_NTK[:, t, :, None], beta_NT1[:, t, :, None]
+        state_NKV = state_NKV - b_N11 * k_NK1 * (k_NK1.mT @ state_NKV) + b_N11 * k_NK1 * v_NTV[:, t, None]
+        out.append((q_NTK[:, t, None] @ state_NKV).squeeze(1))
+    return (torch.stack(out, 1) if out else v_NTV), state_NKV
+
+
 def divide(numerator_NTV: Tensor, total_NT: Tensor, eps: float) -> Tensor:
     """`numerator / (total + eps)`, or zero if the divisor is zero: such a token has no weight at all."""
     total_NT1 = total_NT[..., None] + eps

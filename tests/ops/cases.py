@@ -92,8 +92,23 @@ def thinned(every, **axes):
     return pytest.mark.parametrize(tuple(axes), parameters)
 
 
+def plain_delta(q, k, v, beta, log_f=None):
+    """Return the outputs and the state of the delta scan token by token, in the dtype of the inputs."""
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    state_BHKV, out = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1]), []
+    for t in range(v.shape[2]):
+        if log_f is not None:
+            state_BHKV = log_f[:, :, t, :, None].exp() * state_BHKV
+        k_BHK1 = k[:, :, t, :, None]
+        error_BH1V = v[:, :, t : t + 1] - k_BHK1.mT @ state_BHKV
+        state_BHKV = state_BHKV + k_BHK1 * (beta[:, :, t, :, None] * error_BH1V)
+        out.append(q[:, :, t : t + 1] @ state_BHKV)
+    return torch.cat(out, 2), state_BHKV
+
+
 def plain_scan(q, i, v, log_f=None, state=None, *, normalise=False, eps=0.0):
     """Return the outputs and the state of the gated scan from every weight, in the dtype of the inputs."""
+    q, i = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, i))
     G_BHTF = torch.zeros_like(q[..., :1]) if log_f is None else log_f.cumsum(2)
     future_TS1 = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)[..., None]
     decay_BHTSF = (G_BHTF[:, :, :, None] - G_BHTF[:, :, None]).masked_fill(future_TS1, -torch.inf).exp()

@@ -1,0 +1,110 @@
+"""One layer's gated or delta scan: its inputs, its weights, and its summary for other processes.
+
+Shape letters: B batch, H heads, G groups of heads, T tokens, S earlier tokens, K key channels, V value channels, F = 1
+or K decays.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from subquad.ops import ScanOutput, delta_scan, gated_scan
+from subquad.ops.backends import without_autocast
+from subquad.parallel import ContextGroup, Sent
+from subquad.parallel.exchange import prefix, sent_for_prefix
+
+
+class Recurrence(NamedTuple):
+    """`S_t = f_t * S_{t-1} + k_t (x) v_t`, or with beta the delta scan; `o_t = q_t S_t` (`ops.gated_scan`, `delta_scan`)."""
+
+    q_BGTK: Tensor
+    k_BGTK: Tensor
+    v_BHTV: Tensor
+    log_f_BHTF: Tensor | None
+    beta_BHT1: Tensor | None = None
+
+    def run(self, state: Tensor | None, mask: Tensor | None) -> ScanOutput:
+        """Return the outputs `[B, H, T, V]` and the state `[B, H, K, V]`."""
+        q, k, v, log_f, beta = self
+        if beta is None:
+            return gated_scan(q, k, v, log_f, state=state, mask=mask)
+        return delta_scan(q, k, v, beta, log_f, state=state, mask=mask)
+
+    def weights(self) -> Tensor:
+        """Return `w_ts = q_t A_t ... A_{s+1} k_s b_s`, `A_t = (I - b_t k_t k_t^T) f_t`, as `[B, H, T, S]`. Quadratic.
+
+        The products of transitions are those of a triangular system: with `P` the scores of queries and keys and `N`
+        those of keys below the diagonal, both decayed, `w = P (I + b N)^-1 b`.
+        """
+        q, k = (x.repeat_interleave(self.v_BHTV.shape[1] // x.shape[1], 1) for x in (self.q_BGTK, self.k_BGTK))
+        decay = None
+        if self.log_f_BHTF is not None:
+            G_BHTF = self.log_f_BHTF.double().cumsum(2)
+            decay = (G_BHTF[:, :, :, None] - G_BHTF[:, :, None]).clamp(max=0).exp().to(q.dtype)
+        scores = decayed(q, k, decay).tril()
+        if self.beta_BHT1 is None:
+            return scores
+        system = self.beta_BHT1 * decayed(k, k, decay).tril(-1) + torch.eye(q.shape[2], device=q.device, dtype=q.dtype)
+        return scores @ torch.linalg.solve_triangular(
+            system, torch.diag_embed(self.beta_BHT1[..., 0]), upper=False, unitriangular=True
+        )
+
+    def before(self, group: ContextGroup) -> Tensor:
+        """Return the state after the earlier ranks' tokens.
+
+        A rank sends its state and what becomes of an earlier one: a decay for each row of the state, or for the delta
+        scan, which mixes them, a matrix `[K, K]` a head.
+        """
+        if self.beta_BHT1 is None:
+            return prefix(self._decayed_sum(), _after_decays, (0.0, 0.0), group)[1]
+        return prefix(self._transition(), _after_transitions, (0.0, 0.0), group)[1]
+
+    @without_autocast
+    def _decayed_sum(self) -> tuple[Tensor, Tensor]:
+        """Return the sum of the logarithms of the decays `[B, H, F, 1]`, and the state from these tokens alone."""
+        k, v, log_f = self.k_BGTK, self.v_BHTV, self.log_f_BHTF
+        wide = torch.promote_types(torch.promote_types(k.dtype, v.dtype), torch.float32)
+        k = k.repeat_interleave(v.shape[1] // k.shape[1], 1).to(wide)
+        if log_f is None:
+            return k.new_zeros(*v.shape[:2], 1, 1), k.mT @ v.to(wide)
+        G_BHTF = log_f.double().cumsum(2)
+        after = (G_BHTF[:, :, -1:] - G_BHTF).exp().to(wide)
+        return G_BHTF[:, :, -1, :, None], (k * after).mT @ v.to(wide)
+
+    def _transition(self) -> tuple[Tensor, Tensor]:
+        """Return what these tokens make of an earlier state, less the identity, `[B, H, K, K]`, and their own state."""
+        q, k, v, log_f, beta = self
+        assert beta is not None
+        K, V = k.shape[3], v.shape[3]
+        state = torch.eye(K, device=k.device).expand(*v.shape[:2], K, K)
+        state = F.pad(state, (V, 0))
+        found = delta_scan(q, k, F.pad(v, (0, K)), beta, log_f, state=state).state
+        return found[..., V:] - state[..., V:], found[..., :V]
+
+    @staticmethod
+    def sent(heads: int, key_channels: int, value_channels: int, decays: int, ranks: int) -> list[Sent]:
+        """Return the bytes of one summary in each of log2(P) steps: `decays` float64 a head, or K K float32 if 0."""
+        moved = 8 * decays if decays else 4 * key_channels**2
+        return sent_for_prefix(heads * (moved + 4 * key_channels * value_channels), ranks)
+
+
+def decayed(q_BHTK: Tensor, k_BHSK: Tensor, decay_BHTSF: Tensor | None) -> Tensor:
+    """Return the scores of queries and keys `[B, H, T, S]`, by channel times its decay."""
+    if decay_BHTSF is None or decay_BHTSF.shape[-1] == 1:
+        scores = q_BHTK @ k_BHSK.mT
+        return scores if decay_BHTSF is None else scores * decay_BHTSF[..., 0]
+    return (q_BHTK[:, :, :, None] * decay_BHTSF * k_BHSK[:, :, None]).sum(-1)
+
+
+def _after_decays(earlier: tuple[Tensor, ...], later: tuple[Tensor, ...], /) -> tuple[Tensor, ...]:
+    (g_1, s_1), (g_2, s_2) = earlier, later
+    return g_1 + g_2, g_2.exp().to(s_1.dtype) * s_1 + s_2
+
+
+def _after_transitions(earlier: tuple[Tensor, ...], later: tuple[Tensor, ...], /) -> tuple[Tensor, ...]:
+    (n_1, s_1), (n_2, s_2) = earlier, later  # transitions are I + n, so that zeros are the neutral element
+    return n_1 + n_2 + n_2 @ n_1, s_1 + n_2 @ s_1 + s_2
