@@ -2,9 +2,13 @@
 
 from subquad.attention.base import LAWS, Attention, Cost, build, mechanism, names
 from subquad.attention.bigbird import Bigbird
+from subquad.attention.delta_net import DeltaNet
 from subquad.attention.dilated import Dilated
 from subquad.attention.elita import Elita
 from subquad.attention.full import Full
+from subquad.attention.gated_delta_net import GatedDeltaNet
+from subquad.attention.gla import Gla
+from subquad.attention.kda import Kda
 from subquad.attention.latte import Latte
 from subquad.attention.latte_macchiato import LatteMacchiato
 from subquad.attention.linear import Linear
@@ -14,6 +18,7 @@ from subquad.attention.llp_printed import LlpPrinted
 from subquad.attention.longformer import Longformer
 from subquad.attention.luna import Luna
 from subquad.attention.performer import Performer
+from subquad.attention.retnet import Retnet
 from subquad.attention.shifted import Shifted
 from subquad.attention.strided import Strided
 from subquad.attention.window import Window
@@ -23,9 +28,13 @@ __all__ = [
     "Attention",
     "Bigbird",
     "Cost",
+    "DeltaNet",
     "Dilated",
     "Elita",
     "Full",
+    "GatedDeltaNet",
+    "Gla",
+    "Kda",
     "Latte",
     "LatteMacchiato",
     "Linear",
@@ -35,6 +44,7 @@ __all__ = [
     "Longformer",
     "Luna",
     "Performer",
+    "Retnet",
     "Shifted",
     "Strided",
     "Window",

@@ -291,8 +291,8 @@ def test_nothing_is_kept_without_gradients(kind):
 
 @engines
 def test_no_tensor_has_a_square_of_entries(kind):
-    leaves = long_inputs(kind, 512)
-    assert largest_allocation(lambda: scan(kind, *leaves)[0].sum().backward()) <= 512 * 512 * 4 // 4
+    leaves = long_inputs(kind, 1024)
+    assert largest_allocation(lambda: scan(kind, *leaves)[0].sum().backward()) <= 1024 * 1024 * 4 // 4
 
 
 # The backend `sequential`: memory.

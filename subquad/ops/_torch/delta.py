@@ -39,10 +39,13 @@ CHUNK = 64
 
 
 def _solve(A_NCC: Tensor, x_NCV: Tensor, *, transposed: bool = False) -> Tensor:
-    """Solve `(I + A) y = x`, or `(I + A)^T y = x`; A is read below the diagonal only."""
-    if transposed:
-        return torch.linalg.solve_triangular(A_NCC.mT, x_NCV, upper=True, unitriangular=True)
-    return torch.linalg.solve_triangular(A_NCC, x_NCV, upper=False, unitriangular=True)
+    """Solve `(I + A) y = x`, or `(I + A)^T y = x`; A is read below the diagonal only.
+
+    In float64: with equal keys and b = 2 nothing dampens an error, and those of float32 would add up over all rows.
+    """
+    A, x = A_NCC.double(), x_NCV.double()
+    A, upper = (A.mT, True) if transposed else (A, False)
+    return torch.linalg.solve_triangular(A, x, upper=upper, unitriangular=True).to(x_NCV.dtype)
 
 
 @torch.library.custom_op("subquad::delta_scan", mutates_args=())
