@@ -28,30 +28,18 @@ class Recurrence(NamedTuple):
     beta_BHT1: Tensor | None = None
 
     def run(self, state: Tensor | None, mask: Tensor | None) -> ScanOutput:
-        """Return the outputs `[B, H, T, V]` and the state `[B, H, K, V]`."""
+        """Return the outputs `[B, H, T, V]`, in float32 or wider, and the state `[B, H, K, V]`."""
         q, k, v, log_f, beta = self
+        v = widened(v)  # the outputs are normed, and may be beyond float16 before
         if beta is None:
             return gated_scan(q, k, v, log_f, state=state, mask=mask)
         return delta_scan(q, k, v, beta, log_f, state=state, mask=mask)
 
     def weights(self) -> Tensor:
-        """Return `w_ts = q_t A_t ... A_{s+1} k_s b_s`, `A_t = (I - b_t k_t k_t^T) f_t`, as `[B, H, T, S]`. Quadratic.
-
-        The products of transitions are those of a triangular system: with `P` the scores of queries and keys and `N`
-        those of keys below the diagonal, both decayed, `w = P (I + b N)^-1 b`.
-        """
-        q, k = (x.repeat_interleave(self.v_BHTV.shape[1] // x.shape[1], 1) for x in (self.q_BGTK, self.k_BGTK))
-        decay = None
-        if self.log_f_BHTF is not None:
-            G_BHTF = self.log_f_BHTF.double().cumsum(2)
-            decay = (G_BHTF[:, :, :, None] - G_BHTF[:, :, None]).clamp(max=0).exp().to(q.dtype)
-        scores = decayed(q, k, decay).tril()
-        if self.beta_BHT1 is None:
-            return scores
-        system = self.beta_BHT1 * decayed(k, k, decay).tril(-1) + torch.eye(q.shape[2], device=q.device, dtype=q.dtype)
-        return scores @ torch.linalg.solve_triangular(
-            system, torch.diag_embed(self.beta_BHT1[..., 0]), upper=False, unitriangular=True
-        )
+        """Return `w_ts = q_t A_t ... A_{s+1} k_s b_s`, `A_t = (I - b_t k_t k_t^T) f_t`, as `[B, H, T, S]`. Quadratic."""
+        q, k, v, log_f, beta = self
+        q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+        return scan_weights(q, k, log_f, beta)
 
     def before(self, group: ContextGroup) -> Tensor:
         """Return the state after the earlier ranks' tokens.
@@ -60,20 +48,8 @@ class Recurrence(NamedTuple):
         scan, which mixes them, a matrix `[K, K]` a head.
         """
         if self.beta_BHT1 is None:
-            return prefix(self._decayed_sum(), _after_decays, (0.0, 0.0), group)[1]
+            return prefix(decayed_sum(self.k_BGTK, self.v_BHTV, self.log_f_BHTF), _after_decays, (0.0, 0.0), group)[1]
         return prefix(self._transition(), _after_transitions, (0.0, 0.0), group)[1]
-
-    @without_autocast
-    def _decayed_sum(self) -> tuple[Tensor, Tensor]:
-        """Return the sum of the logarithms of the decays `[B, H, F, 1]`, and the state from these tokens alone."""
-        k, v, log_f = self.k_BGTK, self.v_BHTV, self.log_f_BHTF
-        wide = torch.promote_types(torch.promote_types(k.dtype, v.dtype), torch.float32)
-        k = k.repeat_interleave(v.shape[1] // k.shape[1], 1).to(wide)
-        if log_f is None:
-            return k.new_zeros(*v.shape[:2], 1, 1), k.mT @ v.to(wide)
-        G_BHTF = log_f.double().cumsum(2)
-        after = (G_BHTF[:, :, -1:] - G_BHTF).exp().to(wide)
-        return G_BHTF[:, :, -1, :, None], (k * after).mT @ v.to(wide)
 
     def _transition(self) -> tuple[Tensor, Tensor]:
         """Return what these tokens make of an earlier state, less the identity, `[B, H, K, K]`, and their own state."""
@@ -90,6 +66,42 @@ class Recurrence(NamedTuple):
         """Return the bytes of one summary in each of log2(P) steps: `decays` float64 a head, or K K float32 if 0."""
         moved = 8 * decays if decays else 4 * key_channels**2
         return sent_for_prefix(heads * (moved + 4 * key_channels * value_channels), ranks)
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return the tensor in float32, or in float64 if it is that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@without_autocast
+def scan_weights(q_BHTK: Tensor, k_BHSK: Tensor, log_f_BHTF: Tensor | None, beta_BHT1: Tensor | None) -> Tensor:
+    """Return the weights of a scan in float32 or wider.
+
+    The products of a delta scan's transitions are those of a triangular system: with P the scores of queries and keys
+    and N those of keys below the diagonal, both decayed, `w = P (I + b N)^-1 b`.
+    """
+    q, k = widened(q_BHTK), widened(k_BHSK)
+    decay = None
+    if log_f_BHTF is not None:
+        G_BHTF = log_f_BHTF.cumsum(2)
+        decay = (G_BHTF[:, :, :, None] - G_BHTF[:, :, None]).clamp(max=0).exp()
+    scores = decayed(q, k, decay).tril()
+    if beta_BHT1 is None:
+        return scores
+    beta = widened(beta_BHT1)
+    system, ones = beta * decayed(k, k, decay), torch.diag_embed(beta[..., 0])
+    return scores @ torch.linalg.solve_triangular(system, ones, upper=False, unitriangular=True)
+
+
+@without_autocast
+def decayed_sum(k_BGTK: Tensor, v_BHTV: Tensor, log_f_BHTF: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the sum of the logarithms of the decays `[B, H, F, 1]`, and the state that these tokens alone make."""
+    v = widened(v_BHTV)
+    k = k_BGTK.repeat_interleave(v.shape[1] // k_BGTK.shape[1], 1).to(v.dtype)
+    if log_f_BHTF is None:
+        return k.new_zeros(*v.shape[:2], 1, 1, dtype=torch.float64), k.mT @ v
+    G_BHTF = log_f_BHTF.double().cumsum(2)
+    return G_BHTF[:, :, -1, :, None], (k * (G_BHTF[:, :, -1:] - G_BHTF).exp().to(v.dtype)).mT @ v
 
 
 def decayed(q_BHTK: Tensor, k_BHSK: Tensor, decay_BHTSF: Tensor | None) -> Tensor:

@@ -121,10 +121,10 @@ class TriangleWithoutGradient(Decay):
         return super().gradients(q_NCK, k_NCK, scores, grad * (q_NCK is not k_NCK), *states)
 
 
-class DecayOfTheEndWithoutGradient(Decay):
+class DecayOfColumnsWithoutGradient(Decay):
     def gradients(self, *inputs):
         found = super().gradients(*inputs)
-        return found if len(inputs) == 5 else found._replace(G_MCF=0 * found.G_MCF)
+        return found if found.columns_MCF is None else found._replace(columns_MCF=0 * found.columns_MCF)
 
 
 BUGS = {
@@ -134,7 +134,7 @@ BUGS = {
     "delta before decay": ("Decay", DeltaBeforeDecay),
     "triangle without decay": ("Decay", TriangleWithoutDecay),
     "triangle without gradient": ("Decay", TriangleWithoutGradient),
-    "decay without gradient": ("Decay", DecayOfTheEndWithoutGradient),
+    "decay without gradient": ("Decay", DecayOfColumnsWithoutGradient),
 }
 
 
