@@ -30,7 +30,6 @@ class Mamba2(RecurrentAttention):
     name = "mamba2"
     summary = "every earlier token, fading by head as tokens say"
     paper = "Dao & Gu 2024, arXiv:2405.21060"
-    norm: nn.RMSNorm
 
     @dataclass(frozen=True, kw_only=True)
     class Config(RecurrentAttention.Config):
@@ -85,9 +84,9 @@ class Mamba2(RecurrentAttention):
         self.rate = DecayRate(config.num_heads)
         self.skip = nn.Parameter(torch.ones(config.num_heads))
 
-    def output_norm(self) -> nn.RMSNorm:
-        """Return the norm over the inner width, whose weights `finish` uses by group."""
-        return nn.RMSNorm(self.config.values * self.config.num_heads, self.config.norm_eps)
+    def new_norm_weight(self) -> nn.Parameter:
+        """Return the weights of the norm, one for each channel of all heads."""
+        return nn.Parameter(torch.ones(self.config.values * self.config.num_heads))
 
     def recurrence(
         self, x_BTD: Tensor, state: State | None = None, lengths_B: Tensor | None = None
@@ -104,5 +103,5 @@ class Mamba2(RecurrentAttention):
         """Return `W_o rmsnorm(y * silu(W_z x))`."""
         y_BTC = self.join(y_BHTV) * F.silu(self.gating(x_BTD).to(y_BHTV.dtype))
         y_BTGC = y_BTC.unflatten(-1, (self.config.groups, -1))
-        y_BTC = F.rms_norm(y_BTGC, y_BTGC.shape[-1:], eps=self.config.norm_eps).flatten(2) * self.norm.weight
+        y_BTC = F.rms_norm(y_BTGC, y_BTGC.shape[-1:], eps=self.config.norm_eps).flatten(2) * self.norm_weight
         return self.out(F.dropout(y_BTC.to(x_BTD.dtype), self.config.dropout, self.training))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention.base import takes_options
-from subquad.attention.recurrence import Recurrence
+from subquad.attention.recurrence import Recurrence, widened
 from subquad.attention.recurrent import RecurrentAttention
 from subquad.attention.scanned import is_future, real_mask, seen_after
 from subquad.ops.backends import without_autocast
@@ -34,7 +34,7 @@ LEAST_DIVISOR = 1e-6
 
 
 class Gates(NamedTuple):
-    """Logarithms of the input and the forget gates, `[B, H, T]`, float64: sums of log f run over the whole sequence."""
+    """Logarithms of the input and the forget gates, `[B, H, T]`, in float32 or wider."""
 
     log_i_BHT: Tensor
     log_f_BHT: Tensor
@@ -63,21 +63,26 @@ class Mlstm(RecurrentAttention):
         self.forget_bias = nn.Parameter(torch.linspace(3, 6, config.num_heads))
         self.gating = self.projection(config.values * config.num_heads)
 
-    def output_norm(self) -> nn.Module:
-        """Return the layer norm of each head."""
-        return HeadNorm(self.config.num_heads, self.config.values, self.config.norm_eps)
+    def new_norm_weight(self) -> nn.Parameter:
+        """Return the weights of the norm, one for each channel of all heads."""
+        return nn.Parameter(torch.ones(self.config.values * self.config.num_heads))
+
+    def normed(self, y_BHTV: Tensor) -> Tensor:
+        """Return the layer norm of each head's outputs, times the weights (a group norm)."""
+        assert self.norm_weight is not None
+        weight_H1V = self.norm_weight.to(y_BHTV.dtype).view(-1, 1, self.config.values)
+        return F.layer_norm(y_BHTV, y_BHTV.shape[-1:], eps=self.config.norm_eps) * weight_H1V
 
     def gates(self, x_BTD: Tensor) -> Gates:
         """Return the logarithms of the gates."""
-        log_i_BTH = self.input_gate(x_BTD).double() + self.input_bias
-        log_f_BTH = F.logsigmoid(self.forget_gate(x_BTD).double() + self.forget_bias)
+        log_i_BTH = widened(self.input_gate(x_BTD)) + self.input_bias
+        log_f_BTH = F.logsigmoid(widened(self.forget_gate(x_BTD)) + self.forget_bias)
         return Gates(log_i_BTH.mT, log_f_BTH.mT)
 
     def scaled(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `q / sqrt(K)`, k, and v with a last channel of ones in float32 or wider."""
+        """Return `q / sqrt(K)`, k, and v with a last channel of ones, in float32 or wider."""
         q, k, v, _ = self.projected(x_BTD, None, None)
-        v = F.pad(v.to(torch.promote_types(v.dtype, torch.float32)), (0, 1), value=1.0)
-        return q * self.config.keys**-0.5, k, v
+        return widened(q) * self.config.keys**-0.5, widened(k), F.pad(widened(v), (0, 1), value=1.0)
 
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """Mix by the gated scan of the sums over exp(m)."""
@@ -86,14 +91,14 @@ class Mlstm(RecurrentAttention):
         (q, k, v), (log_i, log_f) = self.scaled(x_BTD), self.gates(x_BTD)
         if mask is not None:  # m is kept over padding, as the scan keeps its state
             log_i, log_f = (x.masked_fill(~mask[:, None], fill) for x, fill in ((log_i, EMPTY), (log_f, 0.0)))
-        max_BH1, sums = log_i.new_full((*log_i.shape[:2], 1), EMPTY), None
+        max_BH1, sums = log_i.new_full((*log_i.shape[:2], 1), EMPTY, dtype=torch.float64), None
         if state is not None:
             max_BH1, sums = state.tensor("max"), state.tensor("sums")
         elif group is not None:
             max_BH1, sums = sums_before(k, v, Gates(log_i, log_f), group)
             state = State({"seen": group.offset(tokens)})
         inputs_BHT1, decays_BHT1, max_BHT1 = over_maximum(Gates(log_i, log_f), max_BH1)
-        scan = Recurrence(q, k * inputs_BHT1.to(v.dtype), v, decays_BHT1.to(v.dtype))
+        scan = Recurrence(q, k * inputs_BHT1, v, decays_BHT1)
         y_BHTV, sums = scan.run(sums, mask)
         last_BH1 = torch.cat([max_BH1, max_BHT1[..., 0]], -1)[..., -1:].clone()
         entries = {"seen": seen_after(state, tokens, lengths_B), "max": last_BH1, "sums": sums}
@@ -118,7 +123,7 @@ class Mlstm(RecurrentAttention):
         d_BHTS = G_BHT[..., None] + (log_i - G_BHT)[..., None, :]
         d_BHTS = d_BHTS.masked_fill(is_future(x_BTD.shape[1], x_BTD.device), EMPTY)
         max_BHT1 = F.pad(d_BHTS, (0, 1), value=EMPTY).amax(-1, keepdim=True).detach()
-        w_BHTS = (q @ k.mT) * (d_BHTS - max_BHT1).exp().to(q.dtype)
+        w_BHTS = (q @ k.mT) * (d_BHTS - max_BHT1).exp()
         return w_BHTS / divisor(w_BHTS.sum(-1, keepdim=True), max_BHT1)
 
     def sent(self, tokens: int, ranks: int) -> list[Sent]:
@@ -127,26 +132,13 @@ class Mlstm(RecurrentAttention):
         return sent_for_prefix(self.config.num_heads * (sums + 2 * 8), ranks)
 
 
-class HeadNorm(nn.Module):
-    """Layer norm over the channels of each head, with weights for all channels of all heads (a group norm)."""
-
-    def __init__(self, heads: int, channels: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(heads, 1, channels))
-
-    def forward(self, y_BHTV: Tensor) -> Tensor:
-        """Return the normed outputs."""
-        return F.layer_norm(y_BHTV, y_BHTV.shape[-1:], eps=self.eps) * self.weight.to(y_BHTV.dtype)
-
-
 def over_maximum(gates: Gates, max_BH1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return `exp(log i_t - m_t)`, `log f_t + m_{t-1} - m_t` and `m_t`, each `[B, H, T, 1]`, from m before the tokens.
 
-    With G the sum of log f, `m_t = G_t + M_t` where M is the running maximum of `log i - G`: so the differences are
+    m is float64: sums of log f run over the whole sequence, and what counts are their small differences. With G the sum of log f, `m_t = G_t + M_t` where M is the running maximum of `log i - G`: so the differences are
     those of M, which never falls, and rounding makes no decay larger than 1.
     """
-    G_BHT = gates.log_f_BHT.detach().cumsum(-1)
+    G_BHT = gates.log_f_BHT.detach().double().cumsum(-1)
     at_BHT = gates.log_i_BHT.detach() - G_BHT
     M_BHN = torch.cat([max_BH1, at_BHT], -1).cummax(-1).values
     inputs = with_gradient_of(gates.log_i_BHT, at_BHT - M_BHN[..., 1:]).exp()
@@ -156,7 +148,7 @@ def over_maximum(gates: Gates, max_BH1: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 def with_gradient_of(x: Tensor, value: Tensor) -> Tensor:
     """Return `value`, which differs from x by a constant."""
-    return value + (x - x.detach())
+    return value.to(x.dtype) + (x - x.detach())
 
 
 def divisor(total_BHT1: Tensor, max_BHT1: Tensor) -> Tensor:
@@ -167,7 +159,7 @@ def divisor(total_BHT1: Tensor, max_BHT1: Tensor) -> Tensor:
 @without_autocast
 def sums_before(k_BHTK: Tensor, v_BHTV: Tensor, gates: Gates, group: ContextGroup) -> tuple[Tensor, Tensor]:
     """Return m `[B, H, 1]` and the sums `[B, H, K, V]` after the earlier ranks' tokens."""
-    G_BHT = gates.log_f_BHT.cumsum(-1)
+    G_BHT = gates.log_f_BHT.double().cumsum(-1)
     d_BHT = G_BHT[..., -1:] - G_BHT + gates.log_i_BHT
     max_BH1 = d_BHT.amax(-1, keepdim=True).detach()
     after_BHT1 = (d_BHT - max_BH1).exp().to(v_BHTV.dtype)[..., None]

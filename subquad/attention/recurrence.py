@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from subquad.ops import ScanOutput, delta_scan, gated_scan
 from subquad.ops.backends import without_autocast
-from subquad.ops.scan import FORGET_ALL
 from subquad.parallel import ContextGroup, Sent
 from subquad.parallel.exchange import prefix, sent_for_prefix
 
@@ -34,49 +33,28 @@ class Recurrence(NamedTuple):
     skip_H11: Tensor | None = None
 
     def run(self, state: Tensor | None, mask: Tensor | None) -> ScanOutput:
-        """Return the outputs `[B, H, T, V]`, in float32 or wider, and the state `[B, H, K, V]`.
-
-        A product of large queries and keys may be beyond float16 before a norm makes it small.
-        """
-        if self.beta_BHT1 is not None:
-            v = self.v_BHTV.to(self.wide)
-            return delta_scan(self.q_BGTK, self.k_BGTK, v, self.beta_BHT1, self.log_f_BHTF, state=state, mask=mask)
-        scan = gated_scan(self.q_BGTK, self.k_BGTK, self.written(), self.log_f_BHTF, state=state, mask=mask)
-        return (
-            scan if self.skip_H11 is None else scan._replace(out=scan.out + self.skip_H11 * self.v_BHTV.to(self.wide))
-        )
-
-    @property
-    def wide(self) -> torch.dtype:
-        """The dtype of sums: float32, or float64 if keys or values have it."""
-        return torch.promote_types(torch.promote_types(self.k_BGTK.dtype, self.v_BHTV.dtype), torch.float32)
+        """Return the outputs `[B, H, T, V]`, in float32 or wider, and the state `[B, H, K, V]`."""
+        q, k, v, log_f, beta, _, skip = self
+        if beta is not None:
+            return delta_scan(q, k, widened(v), beta, log_f, state=state, mask=mask)
+        out, after = gated_scan(q, k, self.written(), log_f, state=state, mask=mask)
+        return ScanOutput(out if skip is None else out + skip * widened(v), after)
 
     def written(self) -> Tensor:
-        """Return what the gated scan writes, `d_t v_t`, in float32 or wider."""
-        v_BHTV = self.v_BHTV.to(self.wide)
+        """Return what the gated scan writes, `d_t v_t`, in float32 or wider: outputs are normed, and large before."""
+        v_BHTV = widened(self.v_BHTV)
         return v_BHTV if self.step_BHT1 is None else self.step_BHT1 * v_BHTV
 
     def weights(self) -> Tensor:
         """Return `w_ts = q_t A_t ... A_{s+1} k_s b_s`, `A_t = (I - b_t k_t k_t^T) f_t`, as `[B, H, T, S]`. Quadratic.
 
-        Without beta, A_t is f_t, d_s takes the place of b_s, and the skip is added to the diagonal. With beta the
-        products of transitions are those of a triangular system: with `P` the scores of queries and keys and `N` those
-        of keys below the diagonal, both decayed, `w = P (I + b N)^-1 b`.
+        Without beta, A_t is f_t and d_s takes the place of b_s. The skip is added to the diagonal.
         """
-        q, k = (x.repeat_interleave(self.v_BHTV.shape[1] // x.shape[1], 1) for x in (self.q_BGTK, self.k_BGTK))
-        decay = None
-        if self.log_f_BHTF is not None:
-            G_BHTF = self.log_f_BHTF.double().clamp(min=FORGET_ALL).cumsum(2)
-            decay = (G_BHTF[:, :, :, None] - G_BHTF[:, :, None]).clamp(max=0).exp().to(q.dtype)
-        scores = decayed(q, k, decay).tril()
-        if self.beta_BHT1 is None:
-            w = scores if self.step_BHT1 is None else scores * self.step_BHT1.mT
-            eye = torch.eye(q.shape[2], device=q.device, dtype=q.dtype)
-            return (w if self.skip_H11 is None else w + self.skip_H11 * eye).to(q.dtype)
-        system = self.beta_BHT1 * decayed(k, k, decay).tril(-1) + torch.eye(q.shape[2], device=q.device, dtype=q.dtype)
-        return scores @ torch.linalg.solve_triangular(
-            system, torch.diag_embed(self.beta_BHT1[..., 0]), upper=False, unitriangular=True
-        )
+        q, k, v, log_f, beta, step, skip = self
+        q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+        w_BHTS = scan_weights(q, k, log_f, beta)
+        w_BHTS = w_BHTS if step is None else w_BHTS * step.mT
+        return w_BHTS if skip is None else w_BHTS + skip * torch.eye(q.shape[2], device=q.device, dtype=w_BHTS.dtype)
 
     def before(self, group: ContextGroup) -> Tensor:
         """Return the state after the earlier ranks' tokens.
@@ -85,19 +63,10 @@ class Recurrence(NamedTuple):
         scan, which mixes them, a matrix `[K, K]` a head.
         """
         if self.beta_BHT1 is None:
-            return prefix(self._decayed_sum(), _after_decays, (0.0, 0.0), group)[1]
+            return prefix(decayed_sum(self.k_BGTK, self.written(), self.log_f_BHTF), _after_decays, (0.0, 0.0), group)[
+                1
+            ]
         return prefix(self._transition(), _after_transitions, (0.0, 0.0), group)[1]
-
-    @without_autocast
-    def _decayed_sum(self) -> tuple[Tensor, Tensor]:
-        """Return the sum of the logarithms of the decays `[B, H, F, 1]`, and the state from these tokens alone."""
-        k, v, log_f = self.k_BGTK, self.written(), self.log_f_BHTF
-        k = k.repeat_interleave(v.shape[1] // k.shape[1], 1).to(v.dtype)
-        if log_f is None:
-            return k.new_zeros(*v.shape[:2], 1, 1), k.mT @ v
-        G_BHTF = log_f.double().clamp(min=FORGET_ALL).cumsum(2)
-        after = (G_BHTF[:, :, -1:] - G_BHTF).exp().to(v.dtype)
-        return G_BHTF[:, :, -1, :, None], (k * after).mT @ v
 
     def _transition(self) -> tuple[Tensor, Tensor]:
         """Return what these tokens make of an earlier state, less the identity, `[B, H, K, K]`, and their own state."""
@@ -114,6 +83,42 @@ class Recurrence(NamedTuple):
         """Return the bytes of one summary in each of log2(P) steps: `decays` float64 a head, or K K float32 if 0."""
         moved = 8 * decays if decays else 4 * key_channels**2
         return sent_for_prefix(heads * (moved + 4 * key_channels * value_channels), ranks)
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return the tensor in float32, or in float64 if it is that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@without_autocast
+def scan_weights(q_BHTK: Tensor, k_BHSK: Tensor, log_f_BHTF: Tensor | None, beta_BHT1: Tensor | None) -> Tensor:
+    """Return the weights of a scan in float32 or wider.
+
+    The products of a delta scan's transitions are those of a triangular system: with P the scores of queries and keys
+    and N those of keys below the diagonal, both decayed, `w = P (I + b N)^-1 b`.
+    """
+    q, k = widened(q_BHTK), widened(k_BHSK)
+    decay = None
+    if log_f_BHTF is not None:
+        G_BHTF = log_f_BHTF.cumsum(2)
+        decay = (G_BHTF[:, :, :, None] - G_BHTF[:, :, None]).clamp(max=0).exp()
+    scores = decayed(q, k, decay).tril()
+    if beta_BHT1 is None:
+        return scores
+    beta = widened(beta_BHT1)
+    system, ones = beta * decayed(k, k, decay), torch.diag_embed(beta[..., 0])
+    return scores @ torch.linalg.solve_triangular(system, ones, upper=False, unitriangular=True)
+
+
+@without_autocast
+def decayed_sum(k_BGTK: Tensor, v_BHTV: Tensor, log_f_BHTF: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the sum of the logarithms of the decays `[B, H, F, 1]`, and the state that these tokens alone make."""
+    v = widened(v_BHTV)
+    k = k_BGTK.repeat_interleave(v.shape[1] // k_BGTK.shape[1], 1).to(v.dtype)
+    if log_f_BHTF is None:
+        return k.new_zeros(*v.shape[:2], 1, 1, dtype=torch.float64), k.mT @ v
+    G_BHTF = log_f_BHTF.double().cumsum(2)
+    return G_BHTF[:, :, -1, :, None], (k * (G_BHTF[:, :, -1:] - G_BHTF).exp().to(v.dtype)).mT @ v
 
 
 def decayed(q_BHTK: Tensor, k_BHSK: Tensor, decay_BHTSF: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention.base import Attention
-from subquad.attention.recurrence import Recurrence
+from subquad.attention.recurrence import Recurrence, widened
 from subquad.attention.scanned import ScannedAttention, real_mask, seen_after
 from subquad.attention.sharing import added
 from subquad.config import later
@@ -82,7 +82,7 @@ class RecurrentAttention(ScannedAttention):
         super().__init__(config)
         self.query = self.projection(config.keys * config.key_heads)
         self.key = self.projection(config.keys * config.key_heads)
-        self.norm = self.output_norm()
+        self.norm_weight = self.new_norm_weight()
         channels = 2 * config.key_heads * config.keys + config.num_heads * config.values
         self.convolution = ShortConvolution(channels, taps, bias=taps_bias) if taps else None
 
@@ -94,9 +94,14 @@ class RecurrentAttention(ScannedAttention):
         """Return a linear map from the heads' outputs to the model width."""
         return nn.Linear(self.config.values * self.config.num_heads, self.config.dim, bias=self.config.bias)
 
-    def output_norm(self) -> nn.Module:
-        """Return the norm over a head's output channels; its weights are the same for all heads."""
-        return OutputNorm(self.config.values, self.config.norm_eps)
+    def new_norm_weight(self) -> nn.Parameter | None:
+        """Return the weights of the norm, the same for all heads (None: it has none)."""
+        return nn.Parameter(torch.ones(self.config.values))
+
+    def normed(self, y_BHTV: Tensor) -> Tensor:
+        """Divide a head's outputs by their root mean square, and multiply them by the weights."""
+        assert self.norm_weight is not None
+        return F.rms_norm(y_BHTV, y_BHTV.shape[-1:], self.norm_weight.to(y_BHTV.dtype), self.config.norm_eps)
 
     def projected(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Projected:
         """Return queries, keys and values; with a convolution, `silu` of their filtered channels."""
@@ -147,12 +152,12 @@ class RecurrentAttention(ScannedAttention):
 
     def finish(self, y_BHTV: Tensor, x_BTD: Tensor) -> Tensor:
         """Return `W_o (norm(y) * gate(x))`."""
-        y_BTC, gate_BTC = self.join(self.norm(y_BHTV)).to(x_BTD.dtype), self.gate(x_BTD)
+        y_BTC, gate_BTC = self.join(self.normed(y_BHTV).to(x_BTD.dtype)), self.gate(x_BTD)
         y_BTC = y_BTC if gate_BTC is None else y_BTC * gate_BTC
         return self.out(F.dropout(y_BTC, self.config.dropout, self.training))
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """Return the weights of the scan."""
+        """Return the weights of the scan, in float32 or wider."""
         return self.recurrence(x_BTD)[0].weights()
 
     def values(self, x_BTD: Tensor) -> Tensor:
@@ -161,7 +166,7 @@ class RecurrentAttention(ScannedAttention):
 
     def definition(self, x_BTD: Tensor) -> Tensor:
         """Return `W_o (norm(weights @ values) * gate(x))`, which `forward` must equal. Quadratic."""
-        return self.finish(self.weights(x_BTD) @ self.values(x_BTD), x_BTD)
+        return self.finish(self.weights(x_BTD) @ widened(self.values(x_BTD)), x_BTD)
 
     @property
     def is_distribution(self) -> bool:
@@ -181,14 +186,6 @@ class RecurrentAttention(ScannedAttention):
     def decays(self) -> int:
         """Decays of a head in the summary for other ranks: 1, K, or 0 for a delta scan, which sends a matrix."""
         return 1
-
-
-class OutputNorm(nn.RMSNorm):
-    """A root mean square norm in the precision of its input, which may be wider than its weights."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `x / sqrt(mean(x^2) + eps) * w`."""
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def of_unit_length(x_BHTK: Tensor) -> Tensor:
@@ -217,11 +214,11 @@ class DecayRate(nn.Module):
 
     def steps(self, z_BTC: Tensor) -> Tensor:
         """Return `softplus(z + c)`, `[B, H, T, F]`, from `[B, T, H F]`."""
-        wide = torch.promote_types(z_BTC.dtype, torch.float32)
-        # softplus, which torch cuts off above 20 (2e-9 are lost), and whose gradient torch.compile lays out wrongly.
-        step_BTC = -F.logsigmoid(-(z_BTC.to(wide) + self.step_bias.to(wide)))
-        return step_BTC.unflatten(-1, (-1, self.channels)).transpose(1, 2)
+        z_BHTF = widened(z_BTC).unflatten(-1, (-1, self.channels)).transpose(1, 2)
+        # Contiguous: the backward of F.softplus on transposed heads fails under torch.compile's aot_eager in torch 2.13.
+        bias_H1F = widened(self.step_bias).view(-1, 1, self.channels)
+        return F.softplus(z_BHTF.contiguous() + bias_H1F)
 
     def log_decays(self, step_BHTF: Tensor) -> Tensor:
         """Return `-exp(a) step`."""
-        return -self.log_rate.to(step_BHTF.dtype).exp()[:, None, None] * step_BHTF
+        return -widened(self.log_rate).exp()[:, None, None] * step_BHTF

@@ -59,9 +59,12 @@ class Retnet(RecurrentAttention):
         for project, gain in ((self.query, 2**-2.5), (self.key, 2**-2.5), (self.value, 2**-2.5), (self.out, 2**-1)):
             nn.init.xavier_uniform_(project.weight, gain)
 
-    def output_norm(self) -> nn.Module:
-        """Return the layer norm of a head, without weights."""
-        return nn.LayerNorm(self.config.values, eps=self.config.norm_eps, elementwise_affine=False)
+    def new_norm_weight(self) -> None:
+        """Return None: the norm has no weights."""
+
+    def normed(self, y_BHTV: Tensor) -> Tensor:
+        """Return the layer norm of a head's outputs."""
+        return F.layer_norm(y_BHTV, y_BHTV.shape[-1:], eps=self.config.norm_eps)
 
     def recurrence(
         self, x_BTD: Tensor, state: State | None = None, lengths_B: Tensor | None = None

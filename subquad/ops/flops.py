@@ -116,17 +116,17 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "block_attention_cpu_backward": lambda grad, grad_lse, q, k, v, out, lse, *rest, **_: (
         _attention(q, k, v, *rest) * 5 // 2
     ),
-    "gated_scan": lambda q, i, v, log_f, state, normalise, eps, chunk, *_, **__: (
-        gated_scan_flops(*q[1:], v[2], groups=q[0], heads=v[0], chunk=chunk, normalise=normalise)
+    "gated_scan": lambda q, i, v, log_f, state, normalise, eps, chunk, *_, **__: gated_scan_flops(
+        *q[1:], v[2], groups=q[0], heads=v[0], chunk=chunk, normalise=normalise
     ),
     "gated_scan_backward": lambda grad, grad_state, q, i, v, *rest, **_: (
         5 * gated_scan_flops(*q[1:], v[2], groups=q[0], heads=v[0], chunk=rest[-1]) // 2
     ),
-    "delta_scan": lambda q, k, v, beta, log_f, state, chunk, *_, **__: (
-        delta_scan_flops(*q[1:], v[2], groups=q[0], heads=v[0], chunk=chunk)
+    "delta_scan": lambda q, k, v, beta, log_f, state, chunk, *_, **__: delta_scan_flops(
+        *q[1:], v[2], groups=q[0], heads=v[0], chunk=chunk
     ),
-    "delta_scan_backward": lambda grad, grad_state, q, k, v, *rest, **_: (
-        delta_scan_flops(*q[1:], v[2], groups=q[0], heads=v[0], chunk=rest[-1], products=BACKWARD)
+    "delta_scan_backward": lambda grad, grad_state, q, k, v, *rest, **_: delta_scan_flops(
+        *q[1:], v[2], groups=q[0], heads=v[0], chunk=rest[-1], products=BACKWARD
     ),
     "running_softmax": lambda p, k, v, own, a, s, chunk, save, **_: (
         p[0] * running_softmax_flops(p[1], p[2], v[2], chunk=chunk)

@@ -13,7 +13,7 @@ def make(**options):
     layer = build("mamba2", **SIZES, **options).double()
     with torch.no_grad():
         layer.skip.normal_()
-        layer.norm.weight.normal_()
+        layer.norm_weight.normal_()
         layer.convolution.bias.normal_()
     return layer
 
@@ -57,7 +57,7 @@ def test_it_is_the_papers_recurrence_token_by_token(groups):
         S = S + d[:, t, :, None, None] * B[:, t, :, :, None] * x[:, t, :, None]
         outputs.append((C[:, t, :, None] @ S)[:, :, 0] + layer.skip[:, None] * x[:, t])
     y = (torch.stack(outputs, 1).flatten(2) * F.silu(z)).unflatten(-1, (groups, -1))
-    y = (y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(2) * layer.norm.weight
+    y = (y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(2) * layer.norm_weight
     assert_same_maths(layer(u)[0], layer.out(y), "outputs")
 
 

@@ -38,7 +38,7 @@ def test_it_is_the_papers_recurrence_without_m(gates):
     layer = build("mlstm", dim=12, num_heads=2, key_channels=5, value_channels=3).double()
     with torch.no_grad():
         layer.input_gate.weight *= gates
-        layer.norm.weight.normal_()
+        layer.norm_weight.normal_()
     x = torch.randn(2, 30, 12, dtype=torch.float64)
     q, k, v = (layer.split(project(x)) for project in (layer.query, layer.key, layer.value))
     i = (layer.input_gate(x) + layer.input_bias).exp()
@@ -52,7 +52,7 @@ def test_it_is_the_papers_recurrence_without_m(gates):
         outputs.append((q[:, :, t, None] @ S)[:, :, 0] / total.clamp(min=1))
     assert 0 < bounded < 120, "both sides of the maximum are tried"
     h = torch.stack(outputs, 2)
-    y = F.layer_norm(h, (3,), eps=1e-6) * layer.norm.weight
+    y = F.layer_norm(h, (3,), eps=1e-6) * layer.norm_weight.view(2, 1, 3)
     expected = layer.out(y.transpose(1, 2).flatten(2) * layer.gating(x).sigmoid())
     assert_same_maths(layer(x)[0], expected, "outputs")
 

@@ -93,17 +93,24 @@ def thinned(every, **axes):
 
 
 def plain_delta(q, k, v, beta, log_f=None):
-    """Return the outputs and the state of the delta scan token by token, in the dtype of the inputs."""
+    """Return the outputs of the delta scan from every weight, in float32 or in the dtype of the inputs if wider."""
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    wide = torch.promote_types(v.dtype, torch.float32)
+    G_BHTF = torch.zeros_like(q[..., :1]) if log_f is None else log_f.cumsum(2)
+    decay_BHTSF = (G_BHTF[:, :, :, None] - G_BHTF[:, :, None]).clamp(max=0).exp()
+    scores, system = ((x[:, :, :, None] * k[:, :, None] * decay_BHTSF).sum(-1).tril(-n) for x, n in ((q, 0), (k, 1)))
+    u = torch.linalg.solve_triangular((beta * system).to(wide), (beta * v).to(wide), upper=False, unitriangular=True)
+    return (scores @ u.to(v.dtype),)
+
+
+def delta_by_token(q, k, v, beta):
+    """Return the outputs of the delta scan without decays, token by token, in the dtype of the inputs."""
     state_BHKV, out = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1]), []
     for t in range(v.shape[2]):
-        if log_f is not None:
-            state_BHKV = log_f[:, :, t, :, None].exp() * state_BHKV
-        k_BHK1 = k[:, :, t, :, None]
-        error_BH1V = v[:, :, t : t + 1] - k_BHK1.mT @ state_BHKV
-        state_BHKV = state_BHKV + k_BHK1 * (beta[:, :, t, :, None] * error_BH1V)
+        error_BH1V = v[:, :, t : t + 1] - k[:, :, t : t + 1] @ state_BHKV
+        state_BHKV = state_BHKV + k[:, :, t, :, None] * (beta[:, :, t, :, None] * error_BH1V)
         out.append(q[:, :, t : t + 1] @ state_BHKV)
-    return torch.cat(out, 2), state_BHKV
+    return (torch.cat(out, 2),)
 
 
 def plain_scan(q, i, v, log_f=None, state=None, *, normalise=False, eps=0.0):

@@ -18,10 +18,14 @@ SEEDED = threading.Lock()
 """Held while drawing weights: ranks that are threads share torch's generator."""
 MECHANISMS = {
     "bigbird": ("bigbird", {"block": 4}),
+    "delta_net": ("delta_net", {"beta_range": 2}),
     "dilated": ("dilated", {"width": 3, "dilation": 4, "rope": True}),
     "elita": ("elita", {"horizon": 16}),
     "full": ("full", {"rope": True, "num_kv_heads": 1, "bias": True}),
     "hgrn2": ("hgrn2", {}),
+    "gated_delta_net": ("gated_delta_net", {}),
+    "gla": ("gla", {}),
+    "kda": ("kda", {}),
     "latte": ("latte", {"num_latents": 6}),
     "latte_macchiato": ("latte_macchiato", {"width": 6}),
     "linear": ("linear", {}),
@@ -37,6 +41,7 @@ MECHANISMS = {
     "mlstm": ("mlstm", {}),
     "performer": ("performer", {}),
     "performer relu": ("performer", {"kernel": "relu"}),
+    "retnet": ("retnet", {}),
     "shifted": ("shifted", {"group": 10}),
     "strided": ("strided", {"stride": 5}),
     "strided fixed": ("strided", {"stride": 5, "kind": "fixed", "columns": 2}),

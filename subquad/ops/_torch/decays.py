@@ -24,11 +24,12 @@ from subquad.ops.groups import by_groups, by_heads
 
 
 class ScoreGradients(NamedTuple):
-    """Gradients of q and k, of groups, and of G, of heads (None without decays)."""
+    """Gradients of q and k, of groups; and of G, of heads, in the parts that `log_gradient` adds (None without decays)."""
 
     q_NCK: Tensor
     k_NCK: Tensor
-    G_MCF: Tensor | None
+    rows_MCF: Tensor | None
+    columns_MCF: Tensor | None
 
 
 class Decay:
@@ -103,28 +104,37 @@ class Decay:
             q, k = (by_heads(x, self.share) for x in (q_NCK, k_NCK))
             dq, dk = self.pairs.backward(q, k, grad_MCC)
             dq.add_(row_MCK)
-            if column_MCK is not None:
-                dk.add_(column_MCK)
             # d/dG of exp(G_i - G_j) is the score itself with sign +1 in row i and -1 in column j: no division by f,
             # which may be zero.
-            return ScoreGradients(by_groups(dq, self.share), by_groups(dk, self.share), q * dq - k * dk)
+            rows_MCK = q * dq - k * dk
+            dk = dk if column_MCK is None else dk.add_(column_MCK)
+            columns = None if column_MCK is None else k * column_MCK
+            return ScoreGradients(by_groups(dq, self.share), by_groups(dk, self.share), rows_MCK, columns)
         through_NCC = by_groups(grad_MCC if self.G is None else grad_MCC * self.between, self.share)
         dq = torch.bmm(through_NCC, k_NCK).add_(by_groups(row_MCK, self.share))
         dk = torch.bmm(through_NCC.mT, q_NCK)
-        dG = None
-        if self.G is not None:
-            score_MCC = grad_MCC * scores_MCC
-            dG = (score_MCC.sum(-1) - score_MCC.sum(-2)).add_(self._dot(q_NCK, row_MCK))
         if column_MCK is not None:
             dk.add_(by_groups(column_MCK, self.share))
-            dG = None if dG is None else dG.sub_(self._dot(k_NCK, column_MCK))
-        return ScoreGradients(dq, dk, None if dG is None else dG[..., None])
+        if self.G is None:
+            return ScoreGradients(dq, dk, None, None)
+        # float64: the sums over a row and over a column are large beside their difference.
+        score_MCC = grad_MCC * scores_MCC
+        rows_MC = (score_MCC.sum(-1, dtype=torch.float64) - score_MCC.sum(-2, dtype=torch.float64)).to(self.dtype)
+        rows_MC1 = rows_MC.add_(self._dot(q_NCK, row_MCK))[..., None]
+        return ScoreGradients(dq, dk, rows_MC1, None if column_MCK is None else self._dot(k_NCK, column_MCK)[..., None])
 
     def _dot(self, x_NCK: Tensor, y_MCK: Tensor) -> Tensor:
         """Return the sum over channels `[M, C]` of a group's tensor times a head's."""
         return (x_NCK[:, None] * y_MCK.unflatten(0, (-1, self.share))).sum(-1).flatten(0, 1)
 
 
-def log_gradient(dG_MCF: Tensor, dG_end_M1F: Tensor) -> Tensor:
-    """Return the gradient of log f from that of its sums: log f_t enters every later G, and so the chunk's end."""
-    return dG_MCF.flip(1).cumsum(1).flip(1) + dG_end_M1F
+    def log_gradient(self, rows_MCF: Tensor, columns_MCF: Tensor, grad_state_MK: Tensor) -> Tensor:
+        """Return the gradient of log f from that of its sums G.
+
+        log f_t decays what columns before t, and the state before the chunk, leave to the chunk's end, and what rows
+        from t on read. `grad_state` is the sum over value channels of that state times the gradient of the end's.
+        """
+        assert self.whole is not None
+        start_M1K = (self.whole[..., 0] * grad_state_MK)[:, None]
+        start_M1F = start_M1K if self.by_channel else start_M1K.sum(-1, keepdim=True)
+        return rows_MCF.flip(1).cumsum(1).flip(1).add_(columns_MCF.cumsum(1)).sub_(columns_MCF).add_(start_M1F)

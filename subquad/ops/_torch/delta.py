@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from subquad.memory import empty, empty_like
-from subquad.ops._torch.decays import Decay, log_gradient
+from subquad.ops._torch.decays import Decay
 from subquad.ops._torch.pieces import Piece
 from subquad.ops._torch.scan import chunks_of, pieces
 from subquad.ops.backends import without_autocast
@@ -39,10 +39,13 @@ CHUNK = 64
 
 
 def _solve(A_NCC: Tensor, x_NCV: Tensor, *, transposed: bool = False) -> Tensor:
-    """Solve `(I + A) y = x`, or `(I + A)^T y = x`; A is read below the diagonal only."""
-    if transposed:
-        return torch.linalg.solve_triangular(A_NCC.mT, x_NCV, upper=True, unitriangular=True)
-    return torch.linalg.solve_triangular(A_NCC, x_NCV, upper=False, unitriangular=True)
+    """Solve `(I + A) y = x`, or `(I + A)^T y = x`; A is read below the diagonal only.
+
+    In float64: with equal keys and b = 2 nothing dampens an error, and those of float32 would add up over all rows.
+    """
+    A, x = A_NCC.double(), x_NCV.double()
+    A, upper = (A.mT, True) if transposed else (A, False)
+    return torch.linalg.solve_triangular(A, x, upper=upper, unitriangular=True).to(x_NCV.dtype)
 
 
 @torch.library.custom_op("subquad::delta_scan", mutates_args=())
@@ -113,7 +116,6 @@ def delta_scan_backward_op(
     v_NTV: Tensor,
     beta_NT1: Tensor,
     log_f_NTF: Tensor | None,
-    end_NKV: Tensor,
     states: Tensor,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -123,7 +125,7 @@ def delta_scan_backward_op(
     """
     dq_NTK, dk_NTK, dv_NTV, dbeta_NT1 = (empty_like(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1))
     dlog_f = q_NTK.new_empty(0) if log_f_NTF is None else log_f_NTF.new_empty(log_f_NTF.shape)
-    r_NKV = torch.zeros_like(end_NKV) if grad_state_NKV is None else grad_state_NKV
+    r_NKV = states.new_zeros(states.shape[1:]) if grad_state_NKV is None else grad_state_NKV
     for part in reversed(pieces(q_NTK, v_NTV, log_f_NTF, chunk)):
         q, k, v, b, do = (part.take(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1, grad_NTV))
         decay = Decay(None if log_f_NTF is None else part.take(log_f_NTF), q, v)
@@ -149,22 +151,21 @@ def delta_scan_backward_op(
         deltas = decay.gradients(k, k, weights, grad, torch.bmm(dv_minus, state.mT))
         part.put(reads.q_NCK, dq_NTK)
         part.put(reads.k_NCK + deltas.q_NCK + deltas.k_NCK, dk_NTK)
-        if reads.G_MCF is not None and deltas.G_MCF is not None:
-            dG_end = (part.following(states, end_NKV) * r).sum(-1)[:, None]
-            dG_end = dG_end.sum(-1, keepdim=True) if reads.G_MCF.shape[-1] == 1 else dG_end
-            part.put(log_gradient(reads.G_MCF + deltas.G_MCF, dG_end), dlog_f)
+        if reads.rows_MCF is not None and reads.columns_MCF is not None and deltas.rows_MCF is not None:
+            grad = decay.log_gradient(reads.rows_MCF + deltas.rows_MCF, reads.columns_MCF, (state * r).sum(-1))
+            part.put(grad, dlog_f)
     return dq_NTK, dk_NTK, dv_NTV, dbeta_NT1, dlog_f, r_NKV.clone() if r_NKV is grad_state_NKV else r_NKV
 
 
 @delta_scan_backward_op.register_fake
-def _(grad, grad_state, q, k, v, beta, log_f, end, states, chunk):  # type: ignore[no-untyped-def]
+def _(grad, grad_state, q, k, v, beta, log_f, states, chunk):  # type: ignore[no-untyped-def]
     dlog_f = q.new_empty(0) if log_f is None else log_f.new_empty(log_f.shape)
-    return *(x.new_empty(x.shape) for x in (q, k, v, beta)), dlog_f, end.new_empty(end.shape)
+    return *(x.new_empty(x.shape) for x in (q, k, v, beta)), dlog_f, states.new_empty(states.shape[1:])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, _, ctx.chunk, _ = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.save_for_backward(*tensors, output[2])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
 

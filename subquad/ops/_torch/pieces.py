@@ -68,13 +68,6 @@ class Piece(NamedTuple):
         """Return the states of its chunks `[M, ...]`, from those of all chunks `[chunks, N, ...]`."""
         return states[self.places].flatten(0, 1)
 
-    def following(self, states: Tensor, end_NKV: Tensor) -> Tensor:
-        """Return the state after each of its chunks `[M, K, V]`, from those before all chunks and the last one."""
-        after = states[self.first + 1 : self.first + self.chunks + 1]
-        if len(after) < self.chunks:
-            after = torch.cat([after, end_NKV[None]])
-        return after.flatten(0, 1)
-
     def before(self, end_NKV: Tensor, added_MKV: Tensor, decay: Tensor | None, into: Tensor) -> Tensor:
         """Return the state before each chunk `[M, K, V]`, in `into`; `end` moves from before the piece to after it."""
         into[0].copy_(end_NKV)

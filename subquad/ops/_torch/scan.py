@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from subquad.memory import empty, empty_like
-from subquad.ops._torch.decays import Decay, log_gradient
+from subquad.ops._torch.decays import Decay
 from subquad.ops._torch.halves import power_of_two
 from subquad.ops._torch.pieces import Piece, pieces_of
 from subquad.ops.backends import without_autocast
@@ -108,7 +108,6 @@ def gated_scan_backward_op(
     v_NTV: Tensor,
     log_f_NTF: Tensor | None,
     out_NTV: Tensor | None,
-    end_NKV: Tensor,
     total_NT: Tensor,
     states: Tensor,
     sums: Tensor,
@@ -120,10 +119,10 @@ def gated_scan_backward_op(
 
     Chunks are visited from the last to the first; `r` is the gradient of the state at the current chunk's end.
     """
-    V = v_NTV.shape[-1]
+    (N, _, V), K = v_NTV.shape, q_NTK.shape[-1]
     dq_NTK, di_NTK, dv_NTV = empty_like(q_NTK), empty_like(i_NTK), empty_like(v_NTV)
     dlog_f = q_NTK.new_empty(0) if log_f_NTF is None else log_f_NTF.new_empty(log_f_NTF.shape)
-    r_end = torch.zeros_like(end_NKV) if grad_state_NKV is None else grad_state_NKV
+    r_end = states.new_zeros(N, K, V + normalise) if grad_state_NKV is None else grad_state_NKV
     r_NKV, r_NK1 = (x.clone(memory_format=torch.contiguous_format) for x in r_end.split([V, int(normalise)], -1))
     for part in reversed(pieces(q_NTK, v_NTV, log_f_NTF, chunk)):
         q, i, v, do = (part.take(x) for x in (q_NTK, i_NTK, v_NTV, grad_NTV))
@@ -143,27 +142,28 @@ def gated_scan_backward_op(
             to_state.add_(rz.mT)
         scores = decay.scores(q, i)
         part.put(torch.bmm(scores.mT, do).baddbmm_(decay.columns(i), r), dv_NTV)
-        dq, di, dG = decay.gradients(q, i, scores, grad.tril_(), from_state, to_state)
-        part.put(dq, dq_NTK)
-        part.put(di, di_NTK)
-        if log_f_NTF is not None and dG is not None:
-            dG_end = (part.following(states, end_NKV[..., :V]) * r).sum(-1)[:, None]
+        found = decay.gradients(q, i, scores, grad.tril_(), from_state, to_state)
+        part.put(found.q_NCK, dq_NTK)
+        part.put(found.k_NCK, di_NTK)
+        if found.rows_MCF is not None and found.columns_MCF is not None:
+            grad_state_MK = (state * r).sum(-1)
             if normalise:
-                dG_end += (part.following(sums, end_NKV[..., V:]) * rz).sum(-1)[:, None]
-            part.put(log_gradient(dG, dG_end.sum(-1, keepdim=True) if dG.shape[-1] == 1 else dG_end), dlog_f)
+                grad_state_MK.add_((z * rz).sum(-1))
+            part.put(decay.log_gradient(found.rows_MCF, found.columns_MCF, grad_state_MK), dlog_f)
     return dq_NTK, di_NTK, dv_NTV, dlog_f, torch.cat([r_NKV, r_NK1], -1)
 
 
 @gated_scan_backward_op.register_fake
-def _(grad, grad_state, q, i, v, log_f, out, end, total, states, sums, normalise, eps, chunk):  # type: ignore[no-untyped-def]
+def _(grad, grad_state, q, i, v, log_f, out, total, states, sums, normalise, eps, chunk):  # type: ignore[no-untyped-def]
     dlog_f = q.new_empty(0) if log_f is None else log_f.new_empty(log_f.shape)
-    return q.new_empty(q.shape), i.new_empty(i.shape), v.new_empty(v.shape), dlog_f, end.new_empty(end.shape)
+    dstate = states.new_empty(len(v), q.shape[-1], v.shape[-1] + normalise)
+    return q.new_empty(q.shape), i.new_empty(i.shape), v.new_empty(v.shape), dlog_f, dstate
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, i, v, log_f, _, normalise, eps, chunk, _ = inputs
-    out, end, *kept = output
-    ctx.save_for_backward(q, i, v, log_f, out if normalise else None, end, *kept)
+    out, _, *kept = output
+    ctx.save_for_backward(q, i, v, log_f, out if normalise else None, *kept)
     ctx.options = (normalise, eps, chunk)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*kept)
