@@ -103,5 +103,6 @@ class Mamba2(RecurrentAttention):
         """Return `W_o rmsnorm(y * silu(W_z x))`."""
         y_BTC = self.join(y_BHTV) * F.silu(self.gating(x_BTD).to(y_BHTV.dtype))
         y_BTGC = y_BTC.unflatten(-1, (self.config.groups, -1))
+        assert self.norm_weight is not None
         y_BTC = F.rms_norm(y_BTGC, y_BTGC.shape[-1:], eps=self.config.norm_eps).flatten(2) * self.norm_weight
         return self.out(F.dropout(y_BTC.to(x_BTD.dtype), self.config.dropout, self.training))

@@ -135,8 +135,9 @@ class Mlstm(RecurrentAttention):
 def over_maximum(gates: Gates, max_BH1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return `exp(log i_t - m_t)`, `log f_t + m_{t-1} - m_t` and `m_t`, each `[B, H, T, 1]`, from m before the tokens.
 
-    m is float64: sums of log f run over the whole sequence, and what counts are their small differences. With G the sum of log f, `m_t = G_t + M_t` where M is the running maximum of `log i - G`: so the differences are
-    those of M, which never falls, and rounding makes no decay larger than 1.
+    With G the sum of log f, `m_t = G_t + M_t` where M is the running maximum of `log i - G`: the differences are those
+    of M, which never falls, so that rounding makes no decay larger than 1. Sums run over the whole sequence, and only
+    their differences count: they are float64.
     """
     G_BHT = gates.log_f_BHT.detach().double().cumsum(-1)
     at_BHT = gates.log_i_BHT.detach() - G_BHT

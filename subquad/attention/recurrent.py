@@ -215,7 +215,7 @@ class DecayRate(nn.Module):
     def steps(self, z_BTC: Tensor) -> Tensor:
         """Return `softplus(z + c)`, `[B, H, T, F]`, from `[B, T, H F]`."""
         z_BHTF = widened(z_BTC).unflatten(-1, (-1, self.channels)).transpose(1, 2)
-        # Contiguous: the backward of F.softplus on transposed heads fails under torch.compile's aot_eager in torch 2.13.
+        # Contiguous: the backward of softplus on transposed heads fails under torch.compile's aot_eager in torch 2.13.
         bias_H1F = widened(self.step_bias).view(-1, 1, self.channels)
         return F.softplus(z_BHTF.contiguous() + bias_H1F)
 

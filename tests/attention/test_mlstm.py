@@ -15,7 +15,7 @@ class TestMlstmWithLargeGates(AttentionContract):
 
     name = "mlstm"
     gates = 100.0
-    laws = (2, 3, 4, 7, 8, 9, 11, 15)
+    laws = (2, 3, 4, 7, 8, 9, 15)
 
     def new(self, num_heads):
         layer = super().new(num_heads)
