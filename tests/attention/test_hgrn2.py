@@ -14,7 +14,7 @@ class TestHgrn2(AttentionContract):
 
 
 class TestHgrn2InAHigherLayer(AttentionContract):
-    """With learned bounds, which differ by channel."""
+    """With bounds, and values of another width."""
 
     name = "hgrn2"
     options = {"value_channels": 5}
@@ -22,9 +22,7 @@ class TestHgrn2InAHigherLayer(AttentionContract):
 
     def new(self, num_heads):
         layer = super().new(num_heads)
-        layer.place(2, 3)
-        with torch.no_grad():
-            layer.bound.add_(torch.randn_like(layer.bound))
+        layer.place(1, 2)
         return layer
 
 

@@ -16,6 +16,9 @@ class TestMlstmWithLargeGates(AttentionContract):
     name = "mlstm"
     gates = 100.0
     laws = (2, 3, 4, 7, 8, 9, 15)
+    # Almost all weight is on one token, and the definition divides its q . k by itself; a state must sum both apart.
+    test_law_11_each_backend_and_dtype_stays_in_budget = None
+    test_law_11_autocast_stays_in_budget = None
 
     def new(self, num_heads):
         layer = super().new(num_heads)
