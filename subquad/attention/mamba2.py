@@ -35,8 +35,10 @@ class Mamba2(RecurrentAttention):
     class Config(RecurrentAttention.Config):
         """Options of Mamba-2."""
 
-        key_channels: ClassVar[None] = None  # type: ignore[misc]  # `state_channels` takes the place of this option
-        value_channels: ClassVar[None] = None  # type: ignore[misc]  # and `expand` of this one
+        key_channels: ClassVar[None] = None  # type: ignore[misc]
+        """Not an option here: `state_channels` takes its place."""
+        value_channels: ClassVar[None] = None  # type: ignore[misc]
+        """Not an option here: `expand` takes its place."""
         state_channels: int = 64
         """Channels K of the state, of B and of C."""
         expand: int = 2

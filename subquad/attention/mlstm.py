@@ -52,15 +52,17 @@ class Mlstm(RecurrentAttention):
     class Config(RecurrentAttention.Config):
         """Options of the mLSTM."""
 
+        norm_eps: float = 1e-5
+        """Added to the variance by whose root a head's output is divided."""
+
     config: Config
 
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.input_gate = nn.Linear(config.dim, config.num_heads, bias=False)
-        self.input_bias = nn.Parameter(0.1 * torch.randn(config.num_heads))
-        self.forget_gate = nn.Linear(config.dim, config.num_heads, bias=False)
-        self.forget_bias = nn.Parameter(torch.linspace(3, 6, config.num_heads))
+        self.input_forget = nn.Linear(config.dim, 2 * config.num_heads, bias=False)
+        biases = 0.1 * torch.randn(config.num_heads), torch.linspace(3, 6, config.num_heads)
+        self.input_forget_bias = nn.Parameter(torch.cat(biases))
         self.gating = self.projection(config.values * config.num_heads)
 
     def new_norm_weight(self) -> nn.Parameter:
@@ -75,9 +77,8 @@ class Mlstm(RecurrentAttention):
 
     def gates(self, x_BTD: Tensor) -> Gates:
         """Return the logarithms of the gates."""
-        log_i_BTH = widened(self.input_gate(x_BTD)) + self.input_bias
-        log_f_BTH = F.logsigmoid(widened(self.forget_gate(x_BTD)) + self.forget_bias)
-        return Gates(log_i_BTH.mT, log_f_BTH.mT)
+        log_i_BHT, z_BHT = (widened(self.input_forget(x_BTD)) + self.input_forget_bias).mT.chunk(2, 1)
+        return Gates(log_i_BHT, F.logsigmoid(z_BHT))
 
     def scaled(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return `q / sqrt(K)`, k, and v with a last channel of ones, in float32 or wider."""
@@ -143,7 +144,9 @@ def over_maximum(gates: Gates, max_BH1: Tensor) -> tuple[Tensor, Tensor, Tensor]
     at_BHT = gates.log_i_BHT.detach() - G_BHT
     M_BHN = torch.cat([max_BH1, at_BHT], -1).cummax(-1).values
     inputs = with_gradient_of(gates.log_i_BHT, at_BHT - M_BHN[..., 1:]).exp()
-    decays = with_gradient_of(gates.log_f_BHT, M_BHN[..., :-1] - M_BHN[..., 1:])
+    # The first token's decay is of sums that are zero: 1, not exp(-2^100), beside which a scan would round the others.
+    steps_BHT = (M_BHN[..., :-1] - M_BHN[..., 1:]).masked_fill(M_BHN[..., :-1] <= EMPTY, 0.0)
+    decays = with_gradient_of(gates.log_f_BHT, steps_BHT)
     return inputs[..., None], decays[..., None], (G_BHT + M_BHN[..., 1:])[..., None]
 
 

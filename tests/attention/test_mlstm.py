@@ -23,8 +23,7 @@ class TestMlstmWithLargeGates(AttentionContract):
     def new(self, num_heads):
         layer = super().new(num_heads)
         with torch.no_grad():
-            layer.input_gate.weight *= self.gates
-            layer.forget_gate.weight *= self.gates
+            layer.input_forget.weight *= self.gates
         return layer
 
 
@@ -40,12 +39,12 @@ def test_it_is_the_papers_recurrence_without_m(gates):
     torch.manual_seed(0)
     layer = build("mlstm", dim=12, num_heads=2, key_channels=5, value_channels=3).double()
     with torch.no_grad():
-        layer.input_gate.weight *= gates
+        layer.input_forget.weight[:2] *= gates
         layer.norm_weight.normal_()
     x = torch.randn(2, 30, 12, dtype=torch.float64)
     q, k, v = (layer.split(project(x)) for project in (layer.query, layer.key, layer.value))
-    i = (layer.input_gate(x) + layer.input_bias).exp()
-    f = (layer.forget_gate(x) + layer.forget_bias).sigmoid()
+    log_i, z = (layer.input_forget(x) + layer.input_forget_bias).chunk(2, -1)
+    i, f = log_i.exp(), z.sigmoid()
     S, n, bounded, outputs = torch.zeros(2, 2, 5, 3).double(), torch.zeros(2, 2, 5).double(), 0, []
     for t in range(30):
         i_t, f_t, k_t = i[:, t, :, None], f[:, t, :, None], k[:, :, t] / 5**0.5
@@ -55,7 +54,7 @@ def test_it_is_the_papers_recurrence_without_m(gates):
         outputs.append((q[:, :, t, None] @ S)[:, :, 0] / total.clamp(min=1))
     assert 0 < bounded < 120, "both sides of the maximum are tried"
     h = torch.stack(outputs, 2)
-    y = F.layer_norm(h, (3,), eps=1e-6) * layer.norm_weight.view(2, 1, 3)
+    y = F.layer_norm(h, (3,), eps=1e-5) * layer.norm_weight.view(2, 1, 3)
     expected = layer.out(y.transpose(1, 2).flatten(2) * layer.gating(x).sigmoid())
     assert_same_maths(layer(x)[0], expected, "outputs")
 
@@ -63,13 +62,13 @@ def test_it_is_the_papers_recurrence_without_m(gates):
 def test_forget_gates_begin_open():
     torch.manual_seed(0)
     layer = build("mlstm", dim=64, num_heads=4)
-    assert_exact(layer.forget_bias, torch.tensor([3.0, 4.0, 5.0, 6.0]), "biases of the forget gates")
-    assert 0 < layer.input_bias.abs().max() < 0.5
+    assert_exact(layer.input_forget_bias[4:], torch.tensor([3.0, 4.0, 5.0, 6.0]), "biases of the forget gates")
+    assert 0 < layer.input_forget_bias[:4].abs().max() < 0.5
 
 
 def test_the_state_does_not_grow_with_the_gates():
     layer = build("mlstm", dim=16, num_heads=2)
-    torch.nn.init.constant_(layer.input_bias, 1e4)
+    torch.nn.init.constant_(layer.input_forget_bias, 1e4)
     x = torch.randn(1, 9, 16)
     y, state = layer(x)
     assert y.isfinite().all()
