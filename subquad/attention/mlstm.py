@@ -61,8 +61,9 @@ class Mlstm(RecurrentAttention):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.input_forget = nn.Linear(config.dim, 2 * config.num_heads, bias=False)
-        biases = 0.1 * torch.randn(config.num_heads), torch.linspace(3, 6, config.num_heads)
-        self.input_forget_bias = nn.Parameter(torch.cat(biases))
+        # From 3 to 6; transformers, which loads models on the device meta, keeps torch.linspace from it.
+        forget_H = 3 + 3 * torch.arange(config.num_heads) / max(1, config.num_heads - 1)
+        self.input_forget_bias = nn.Parameter(torch.cat([0.1 * torch.randn(config.num_heads), forget_H]))
         self.gating = self.projection(config.values * config.num_heads)
 
     def new_norm_weight(self) -> nn.Parameter:
