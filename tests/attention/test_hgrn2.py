@@ -78,3 +78,6 @@ def test_a_layer_in_no_model_may_forget_everything():
     layer.place(1, 2)
     bounded = layer.recurrence(torch.ones(1, 3, 16))[0]
     assert_exact(bounded.k_BGTK, torch.full((1, 2, 3, 8), 0.5), "keys below a bound")
+    torch.nn.init.constant_(layer.bound, -200.0)
+    found = torch.autograd.grad(layer(torch.ones(1, 3, 16))[0].sum(), [layer.bound, layer.key.weight])
+    assert all(gradient.isfinite().all() for gradient in found)

@@ -70,7 +70,12 @@ def test_the_state_does_not_grow_with_the_gates():
     layer = build("mlstm", dim=16, num_heads=2)
     torch.nn.init.constant_(layer.input_forget_bias, 1e4)
     x = torch.randn(1, 9, 16)
+    x[:, 5] = 0.0  # a query that is zero, where the bound exp(-m) is zero too
+    x.requires_grad_()
     y, state = layer(x)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x)
     assert y.isfinite().all()
+    assert gradient.isfinite().all()
+    assert_exact(y[:, 5], torch.zeros(1, 16), "the output for a query that is zero")
     assert state.tensor("max").min() > 9e3
     assert state.tensor("sums").abs().max() < 100
