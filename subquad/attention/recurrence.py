@@ -19,7 +19,7 @@ from subquad.parallel.exchange import prefix, sent_for_prefix
 
 
 class Recurrence(NamedTuple):
-    """`S_t = f_t * S_{t-1} + k_t (x) v_t`, or with beta the delta scan; `o_t = q_t S_t` (`ops.gated_scan`, `delta_scan`)."""
+    """A gated scan, `S_t = f_t * S_{t-1} + k_t (x) v_t`, or with beta a delta scan; `o_t = q_t S_t`."""
 
     q_BGTK: Tensor
     k_BGTK: Tensor
@@ -36,7 +36,7 @@ class Recurrence(NamedTuple):
         return delta_scan(q, k, v, beta, log_f, state=state, mask=mask)
 
     def weights(self) -> Tensor:
-        """Return `w_ts = q_t A_t ... A_{s+1} k_s b_s`, `A_t = (I - b_t k_t k_t^T) f_t`, as `[B, H, T, S]`. Quadratic."""
+        """Return `w_ts = q_t A_t ... A_{s+1} k_s b_s`, `[B, H, T, S]`, with `A_t = (I - b_t k_t k_t^T) f_t`."""
         q, k, v, log_f, beta = self
         q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
         return scan_weights(q, k, log_f, beta)
