@@ -82,7 +82,8 @@ class SinkAttention(BlockedAttention):
             y_BHTK, lse_BHT = merge_attention(*zip((y_BHTK, lse_BHT), far, strict=True))
             entries |= first
         if self.sink_logits is not None:
-            share_BHT = torch.sigmoid(lse_BHT - self.sink_logits[:, None])
+            # In float64: the logit's gradient sums over all tokens, where much cancels; the shares are few numbers.
+            share_BHT = torch.sigmoid(lse_BHT.double() - self.sink_logits.double()[:, None]).to(lse_BHT.dtype)
             y_BHTK = (y_BHTK * share_BHT[..., None]).to(y_BHTK.dtype)
         return self.merge(y_BHTK), State(entries, self.config_hash)
 
