@@ -62,10 +62,10 @@ class BlockedAttention(ProjectedAttention):
         seen_B = state.seen
         assert isinstance(seen_B, Tensor)
         q_BH1K, k_BGNK, v_BGNK = self.queries(x_B1D, seen_B), *(state.tensor(name) for name in RING)
-        slots_B1W1 = self.ring_slots(seen_B, k_BGNK.shape[2])[:, None, :, None]
+        slots = [slot_B[:, None, None, None] for slot_B in self.ring_slots(seen_B, k_BGNK.shape[2])]
         for kept_BGNK, new_BG1K in ((k_BGNK, self.keys(x_B1D, seen_B)), (v_BGNK, self.kv_values(x_B1D))):
-            new_BGWK = new_BG1K.expand(-1, -1, slots_B1W1.shape[2], -1).to(kept_BGNK.dtype)
-            kept_BGNK.scatter_(2, slots_B1W1.expand(new_BGWK.shape), new_BGWK)
+            for slot_B111 in slots:
+                kept_BGNK.scatter_(2, slot_B111.expand(new_BG1K.shape), new_BG1K.to(kept_BGNK.dtype))
         bias_BHN = self.ring_bias(seen_B, k_BGNK.shape[2], q_BH1K.dtype)
         y_BH1K = F.scaled_dot_product_attention(
             q_BH1K, k_BGNK, v_BGNK, bias_BHN[:, :, None], enable_gqa=k_BGNK.shape[1] != q_BH1K.shape[1]
@@ -73,9 +73,9 @@ class BlockedAttention(ProjectedAttention):
         kept: dict[str, Tensor | int | State] = dict(zip(RING, (k_BGNK, v_BGNK), strict=True))
         return self.merge(y_BH1K), State({"seen": seen_B + 1, **kept}, self.config_hash)
 
-    def ring_slots(self, seen_B: Tensor, slots: int) -> Tensor:
-        """Return the slots `[B, W]` of the token at position `seen`."""
-        return (seen_B % slots)[:, None]
+    def ring_slots(self, seen_B: Tensor, slots: int) -> list[Tensor]:
+        """Return the slots, each `[B]`, into which the token at position `seen` is written."""
+        return [seen_B % slots]
 
     def ring_bias(self, seen_B: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
         """Return what is added to the scores `[B, H, slots]` of the token at position `seen`."""

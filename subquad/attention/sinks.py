@@ -6,7 +6,7 @@ s runs over what is near and over the first `sinks` tokens (Xiao et al. 2023, ar
 there with `learned_sink` alone: with lse the logsumexp of the scores, y_t is the softmax's output times
 sigmoid(lse - a).
 
-Shape letters: B batch, T tokens, S keys, H heads, G key heads, K channels of a head, N slots, W slots of one token.
+Shape letters: B batch, T tokens, S keys, H heads, G key heads, K channels of a head, N slots of a ring.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class SinkAttention(BlockedAttention):
         what the cache holds when a token is read; what a layer computes must not depend on how a sequence is cut."""
         learned_sink: bool = later(False)
         """Whether each head has a learned logit that takes part in the softmax and has no value, so that a row of
-        weights sums to less than one (gpt-oss, OpenAI 2025, arXiv:2508.10925). It begins at 0: one more
-        key that every query scores 0, the zero sink of arXiv:2309.17453, section 3.3."""
+        weights sums to less than one (gpt-oss, OpenAI 2025, arXiv:2508.10925). It begins at 0: as one more key and
+        value of zeros, the zero sink of arXiv:2309.17453, section 3.3."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -112,13 +112,11 @@ class SinkAttention(BlockedAttention):
         """Number of these slots."""
         return self.config.sinks + self.config.learned_sink
 
-    def ring_slots(self, seen_B: Tensor, slots: int) -> Tensor:
-        """Return a token's slot in the ring, and that of a sink if it is one."""
-        near_B1 = super().ring_slots(seen_B, slots - self.behind)
-        if not self.far:
-            return near_B1
-        first_B1 = slots - self.behind + seen_B[:, None]
-        return torch.cat([near_B1, torch.where(seen_B[:, None] < self.config.sinks, first_B1, near_B1)], 1)
+    def ring_slots(self, seen_B: Tensor, slots: int) -> list[Tensor]:
+        """Return the slot in the ring, and for a sink its own slot behind it; for other tokens the first one again."""
+        near = slots - self.behind
+        found = super().ring_slots(seen_B, near)
+        return [*found, torch.where(seen_B < self.config.sinks, near + seen_B, found[0])] if self.far else found
 
     def ring_bias(self, seen_B: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
         """Return 0 for keys that the token sees, the learned logit for the sink's key of zeros, else -inf."""

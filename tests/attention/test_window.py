@@ -45,6 +45,7 @@ class TestWindowWithALearnedSink(AttentionContract):
 
 
 class TestWindowBidirectionalWithALearnedSink(TestWindowWithALearnedSink):
+    name = "window"
     options = {"width": 12, "causal": False, "learned_sink": True}
     laws = (1, 2, 8, 15)
 
