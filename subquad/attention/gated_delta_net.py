@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention.base import takes_options
-from subquad.attention.delta_net import DeltaNet
-from subquad.attention.recurrent import DecayRate
+from subquad.attention.recurrent import DecayRate, DeltaAttention
 
 
-class GatedDeltaNet(DeltaNet):
+class GatedDeltaNet(DeltaAttention):
     """Every earlier token, by a memory that fades by head and in which a key overwrites what it held."""
 
     name = "gated_delta_net"
@@ -26,7 +25,7 @@ class GatedDeltaNet(DeltaNet):
     paper = "Yang et al. 2024, arXiv:2412.06464"
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(DeltaNet.Config):
+    class Config(DeltaAttention.Config):
         """Options of the gated delta rule."""
 
         @property

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from subquad.attention.base import takes_options
-from subquad.attention.delta_net import DeltaNet
-from subquad.attention.recurrent import DecayRate
+from subquad.attention.recurrent import DecayRate, DeltaAttention
 
 
-class Kda(DeltaNet):
+class Kda(DeltaAttention):
     """Every earlier token, by a memory that fades by channel and in which a key overwrites what it held."""
 
     name = "kda"
@@ -25,7 +24,7 @@ class Kda(DeltaNet):
     paper = "Kimi team 2025, arXiv:2510.26692"
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(DeltaNet.Config):
+    class Config(DeltaAttention.Config):
         """Options of Kimi Delta Attention."""
 
     config: Config

@@ -118,7 +118,7 @@ class RecurrentAttention(ScannedAttention):
         return Projected(q, k, v, self.convolution.last(z_BTC, before_BSC, lengths_B))
 
     def convolution_before(self, z_BTC: Tensor, state: State | None) -> Tensor | None:
-        """Return the tokens that the convolution reads before these: the state's, in a group those of other ranks."""
+        """Return the tokens before these that the convolution reads: the state's, or those of earlier ranks."""
         if state is not None:
             return state.tensor("convolution")
         group = active_group()
@@ -188,6 +188,49 @@ class RecurrentAttention(ScannedAttention):
         return 1
 
 
+class DeltaAttention(RecurrentAttention):
+    """The delta scan with short convolutions, `b_t = r sigmoid(W_b x_t)`, queries and keys of length 1."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(RecurrentAttention.Config):
+        """Options of the delta rule."""
+
+        convolution: int = 4
+        """Tokens that the short convolutions of queries, keys and values read."""
+        beta_range: int = 1
+        """Largest strength of writing: 1, or 2 for negative eigenvalues."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.check_least(convolution=1)
+            if self.beta_range not in (1, 2):
+                raise ValueError(f"beta_range must be 1 or 2, got {self.beta_range}")
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, taps=config.convolution)
+        self.strength = nn.Linear(config.dim, config.num_heads, bias=False)
+
+    @property
+    def decays(self) -> int:
+        """0: the delta rule mixes the rows of its state."""
+        return 0
+
+    def recurrence(
+        self, x_BTD: Tensor, state: State | None = None, lengths_B: Tensor | None = None
+    ) -> tuple[Recurrence, Tensor | None]:
+        """Return the delta scan."""
+        q, k, v, last_BSC = self.projected(x_BTD, state, lengths_B)
+        beta_BHT1 = self.config.beta_range * self.split(self.strength(x_BTD).sigmoid())
+        q, k = of_unit_length(q) * self.config.keys**-0.5, of_unit_length(k)
+        return Recurrence(q, k, v, self.log_decays(x_BTD), beta_BHT1), last_BSC
+
+    def log_decays(self, x_BTD: Tensor) -> Tensor | None:
+        """Return the logarithms of the decays; None: nothing fades."""
+        return None
+
+
 def of_unit_length(x_BHTK: Tensor) -> Tensor:
     """`x / sqrt(|x|^2 + 1e-6)` over the channels of a head, in float32 or wider."""
     x = x_BHTK.to(torch.promote_types(x_BHTK.dtype, torch.float32))
@@ -215,7 +258,7 @@ class DecayRate(nn.Module):
     def steps(self, z_BTC: Tensor) -> Tensor:
         """Return `softplus(z + c)`, `[B, H, T, F]`, from `[B, T, H F]`."""
         z_BHTF = widened(z_BTC).unflatten(-1, (-1, self.channels)).transpose(1, 2)
-        # Contiguous: the backward of softplus on transposed heads fails under torch.compile's aot_eager in torch 2.13.
+        # Contiguous: the backward of F.softplus on transposed heads fails under aot_eager in torch 2.13.
         bias_H1F = widened(self.step_bias).view(-1, 1, self.channels)
         return F.softplus(z_BHTF.contiguous() + bias_H1F)
 

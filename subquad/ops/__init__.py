@@ -5,7 +5,7 @@ from subquad.ops.attend import block_attention, block_attention_with_lse, merge_
 from subquad.ops.delta import delta_scan
 from subquad.ops.loss import linear_cross_entropy
 from subquad.ops.scan import ScanOutput, gated_scan
-from subquad.ops.softmax import SoftmaxOutput, SoftmaxState, running_logsumexp, running_softmax
+from subquad.ops.softmax import SoftmaxOutput, SoftmaxState, running_softmax
 
 __all__ = [
     "ScanOutput",
@@ -18,6 +18,5 @@ __all__ = [
     "linear_cross_entropy",
     "merge_attention",
     "patterns",
-    "running_logsumexp",
     "running_softmax",
 ]

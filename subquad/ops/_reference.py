@@ -7,15 +7,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def softmax_weights(q_BHTK: Tensor, k_BHSK: Tensor, allowed_BTS: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return weights `[B, H, T, S]` and the scores' logsumexp `[B, H, T]`; zeros and -inf if no key is allowed."""
+def softmax_weights(
+    q_BHTK: Tensor, k_BHSK: Tensor, allowed_BTS: Tensor, scale: float, sink_H: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return weights `[B, H, T, S]` and the scores' logsumexp `[B, H, T]`; zeros and -inf if no key is allowed.
+
+    A `sink` joins each softmax as the score of one more key, whose weight is left out.
+    """
     scores_BHTS = (q_BHTK @ k_BHSK.mT) * scale
     forbidden = ~allowed_BTS[:, None]
     lse_BHT = scores_BHTS.masked_fill(forbidden, -torch.inf).logsumexp(-1)
     # A finite floor, out of reach of real scores: the softmax of a row of -inf and its gradient would be NaN.
     floor = torch.finfo(scores_BHTS.dtype).min
-    weights_BHTS = scores_BHTS.masked_fill(forbidden, floor).softmax(-1).masked_fill(forbidden, 0.0)
-    return weights_BHTS, lse_BHT
+    scores_BHTS = scores_BHTS.masked_fill(forbidden, floor)
+    if sink_H is None:
+        return scores_BHTS.softmax(-1).masked_fill(forbidden, 0.0), lse_BHT
+    sink_BHT1 = sink_H.to(scores_BHTS.dtype)[:, None, None].expand(*scores_BHTS.shape[:3], 1)
+    return torch.cat([scores_BHTS, sink_BHT1], -1).softmax(-1)[..., :-1].masked_fill(forbidden, 0.0), lse_BHT
 
 
 def attend(

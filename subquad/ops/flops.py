@@ -36,7 +36,7 @@ def gated_scan_flops(
 
 
 FORWARD, BACKWARD = (4, 3, 6), (12, 10, 14)
-"""Of the delta scan per chunk: multiples of C C K of a group, of C C V and of C K V of a head; a system counts C C V."""
+"""Of the delta scan per chunk: multiples of C C K of a group, C C V and C K V of a head; a system counts C C V."""
 
 
 def delta_scan_flops(
@@ -117,16 +117,16 @@ FORMULAS: dict[str, Callable[..., int]] = {
         _attention(q, k, v, *rest) * 5 // 2
     ),
     "gated_scan": lambda q, i, v, log_f, state, normalise, eps, chunk, *_, **__: gated_scan_flops(
-        *q[1:], v[2], groups=q[0], heads=v[0], chunk=chunk, normalise=normalise
+        q[1], q[2], v[2], groups=q[0], heads=v[0], chunk=chunk, normalise=normalise
     ),
     "gated_scan_backward": lambda grad, grad_state, q, i, v, *rest, **_: (
-        5 * gated_scan_flops(*q[1:], v[2], groups=q[0], heads=v[0], chunk=rest[-1]) // 2
+        5 * gated_scan_flops(q[1], q[2], v[2], groups=q[0], heads=v[0], chunk=rest[-1]) // 2
     ),
     "delta_scan": lambda q, k, v, beta, log_f, state, chunk, *_, **__: delta_scan_flops(
-        *q[1:], v[2], groups=q[0], heads=v[0], chunk=chunk
+        q[1], q[2], v[2], groups=q[0], heads=v[0], chunk=chunk
     ),
     "delta_scan_backward": lambda grad, grad_state, q, k, v, *rest, **_: delta_scan_flops(
-        *q[1:], v[2], groups=q[0], heads=v[0], chunk=rest[-1], products=BACKWARD
+        q[1], q[2], v[2], groups=q[0], heads=v[0], chunk=rest[-1], products=BACKWARD
     ),
     "running_softmax": lambda p, k, v, own, a, s, chunk, save, **_: (
         p[0] * running_softmax_flops(p[1], p[2], v[2], chunk=chunk)

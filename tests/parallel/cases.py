@@ -45,7 +45,9 @@ MECHANISMS = {
     "shifted": ("shifted", {"group": 10}),
     "strided": ("strided", {"stride": 5}),
     "strided fixed": ("strided", {"stride": 5, "kind": "fixed", "columns": 2}),
+    "llp with sinks": ("llp", {"segment": 8, "shifted_heads": True, "sinks": 5, "learned_sink": True}),
     "window": ("window", {"width": 7, "rope": True}),
+    "window with sinks": ("window", {"width": 3, "sinks": 6, "rope": True, "num_kv_heads": 1}),
     "window of one": ("window", {"width": 1}),
 }
 """A layer of every causal mechanism, with options that treat the first tokens differently."""
@@ -59,6 +61,10 @@ DECODERS = {
         "position": "sinusoidal",
     },
     "one block of llp": {"attention": "llp_printed", "position": "rope"},
+    "sinks": {
+        "attention": ["window", "llp"],
+        "options": {"window": {"width": 3, "sinks": 7, "learned_sink": True}, "llp": {"segment": 4, "sinks": 3}},
+    },
 }
 OPTIONS = {
     "llp": {"segment": 12}, "llp_printed": {"segment": 12, "first_block_projections": True, "shared_kv": False},

@@ -1,4 +1,4 @@
-"""The gated and the delta scan token by token, in the memory of one state (the scan of the Latte paper, arXiv:2402.17512, section 3.3).
+"""The scans token by token, in the memory of one state (as in the Latte paper, arXiv:2402.17512, section 3.3).
 
 For the backward pass the state is kept every `block` tokens, about sqrt(T) of them, and a block's states are recomputed
 from there, so training holds 2 sqrt(T) states. They are float64: in float32, T additions would add up T roundings.

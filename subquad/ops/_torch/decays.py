@@ -2,7 +2,8 @@
 
 With G the sum of log f up to a row, exp(G_i - G_j) is the decay from column j to row i; no exponent is positive:
 
-    scores_ij = sum_c q_ic k_jc exp(G_ic - G_jc)  for j <= i,    rows_i = q_i exp(G_i),    columns_j = k_j exp(G_end - G_j)
+    scores_ij = sum_c q_ic k_jc exp(G_ic - G_jc)  for j <= i
+    rows_i = q_i exp(G_i),    columns_j = k_j exp(G_end - G_j)
 
 Queries and keys belong to groups of `share` heads, decays and values to heads. Scores are made once a group unless
 decays differ by channel.
@@ -24,7 +25,7 @@ from subquad.ops.groups import by_groups, by_heads
 
 
 class ScoreGradients(NamedTuple):
-    """Gradients of q and k, of groups; and of G, of heads, in the parts that `log_gradient` adds (None without decays)."""
+    """Gradients of the groups' q and k, and of the heads' G in the parts that `log_gradient` adds (None: no decays)."""
 
     q_NCK: Tensor
     k_NCK: Tensor
@@ -126,7 +127,6 @@ class Decay:
     def _dot(self, x_NCK: Tensor, y_MCK: Tensor) -> Tensor:
         """Return the sum over channels `[M, C]` of a group's tensor times a head's."""
         return (x_NCK[:, None] * y_MCK.unflatten(0, (-1, self.share))).sum(-1).flatten(0, 1)
-
 
     def log_gradient(self, rows_MCF: Tensor, columns_MCF: Tensor, grad_state_MK: Tensor) -> Tensor:
         """Return the gradient of log f from that of its sums G.

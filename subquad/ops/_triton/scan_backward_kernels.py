@@ -111,8 +111,8 @@ def gradients_kernel(
     v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_t: tl.int64,
     log_f_stride_b: tl.int64, log_f_stride_h: tl.int64, log_f_stride_t: tl.int64,
     grad_stride_b: tl.int64, grad_stride_h: tl.int64, grad_stride_t: tl.int64,
-    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, NORMALISE: tl.constexpr, C: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WITH_V: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, NORMALISE: tl.constexpr,
+    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WITH_V: tl.constexpr, PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of q, i and log f for a tile of a chunk's key channels; WITH_V (one tile holds all): v's too.
@@ -216,8 +216,8 @@ def value_gradients_kernel(
     i_stride_b: tl.int64, i_stride_h: tl.int64, i_stride_t: tl.int64,
     log_f_stride_b: tl.int64, log_f_stride_h: tl.int64, log_f_stride_t: tl.int64,
     grad_stride_b: tl.int64, grad_stride_h: tl.int64, grad_stride_t: tl.int64,
-    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, NORMALISE: tl.constexpr, C: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, NORMALISE: tl.constexpr,
+    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of v for a tile of value channels of one chunk, if several tiles hold the key channels."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V

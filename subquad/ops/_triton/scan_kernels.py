@@ -10,8 +10,8 @@ Matrix products round their operands as tensor cores do (PRECISION): `bf16` for 
 because sums over a long past leave float16's range; `ieee` for plain float32. Accumulators are always float32.
 
 Shape letters: C rows of a chunk, K key channels, V value channels, L either. q, i, v and log f are read with their
-strides, so no layout is copied first, and SHARE neighbouring heads read the same q and i; the others are contiguous: outputs `[B, T, H, .]`, totals `[B, H, T]`, states
-`[B, H, chunks, K, V]`.
+strides, so no layout is copied first, and SHARE neighbouring heads read the same q and i; the others are contiguous:
+outputs `[B, T, H, .]`, totals `[B, H, T]`, states `[B, H, chunks, K, V]`.
 """
 
 from __future__ import annotations
@@ -291,7 +291,8 @@ def states_kernel(
     b_stride_b: tl.int64, b_stride_h: tl.int64, b_stride_t: tl.int64,
     log_f_stride_b: tl.int64, log_f_stride_h: tl.int64, log_f_stride_t: tl.int64,
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, NORMALISE: tl.constexpr,
-    BACKWARD: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
+    BACKWARD: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Walk over the chunks: `S <- decay * S + (a * decay)^T b` from `first` to `last`, storing S before each chunk.
 
@@ -363,8 +364,8 @@ def outputs_kernel(
     i_stride_b: tl.int64, i_stride_h: tl.int64, i_stride_t: tl.int64,
     v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_t: tl.int64,
     log_f_stride_b: tl.int64, log_f_stride_h: tl.int64, log_f_stride_t: tl.int64,
-    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, NORMALISE: tl.constexpr, C: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, NORMALISE: tl.constexpr,
+    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute one chunk's outputs and totals: the sums of weights plus eps, or infinity if that is zero.
 
