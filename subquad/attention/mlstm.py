@@ -13,7 +13,6 @@ here, as in the authors' code.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +30,6 @@ from subquad.state import State
 
 LEAST_DIVISOR = 1e-6
 """Least divisor of the sums over exp(m), as in the authors' code: where exp(-m) is smaller, |q . n| may be zero."""
-
-
-class Gates(NamedTuple):
-    """Logarithms of the input and the forget gates, `[B, H, T]`, in float32 or wider."""
-
-    log_i_BHT: Tensor
-    log_f_BHT: Tensor
 
 
 class Mlstm(RecurrentAttention):
@@ -76,15 +68,15 @@ class Mlstm(RecurrentAttention):
         weight_H1V = self.norm_weight.to(y_BHTV.dtype).view(-1, 1, self.config.values)
         return F.layer_norm(y_BHTV, y_BHTV.shape[-1:], eps=self.config.norm_eps) * weight_H1V
 
-    def gates(self, x_BTD: Tensor) -> Gates:
-        """Return the logarithms of the gates."""
+    def gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log i and log f, `[B, H, T]`, in float32 or wider."""
         log_i_BHT, z_BHT = (widened(self.input_forget(x_BTD)) + self.input_forget_bias).mT.chunk(2, 1)
-        return Gates(log_i_BHT, F.logsigmoid(z_BHT))
+        return log_i_BHT, F.logsigmoid(z_BHT)
 
     def scaled(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return `q / sqrt(K)`, k, and v with a last channel of ones, in float32 or wider."""
         q, k, v, _ = self.projected(x_BTD, None, None)
-        return widened(q) * self.config.keys**-0.5, widened(k), F.pad(widened(v), (0, 1), value=1.0)
+        return q * self.config.keys**-0.5, k, F.pad(widened(v), (0, 1), value=1.0)
 
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """Mix by the gated scan of the sums over exp(m)."""
@@ -97,9 +89,9 @@ class Mlstm(RecurrentAttention):
         if state is not None:
             max_BH1, sums = state.tensor("max"), state.tensor("sums")
         elif group is not None:
-            max_BH1, sums = sums_before(k, v, Gates(log_i, log_f), group)
+            max_BH1, sums = sums_before(k, v, log_i, log_f, group)
             state = State({"seen": group.offset(tokens)})
-        inputs_BHT1, decays_BHT1, max_BHT1 = over_maximum(Gates(log_i, log_f), max_BH1)
+        inputs_BHT1, decays_BHT1, max_BHT1 = over_maximum(log_i, log_f, max_BH1)
         scan = Recurrence(q, k * inputs_BHT1, v, decays_BHT1)
         y_BHTV, sums = scan.run(sums, mask)
         last_BH1 = torch.cat([max_BH1, max_BHT1[..., 0]], -1)[..., -1:].clone()
@@ -116,16 +108,16 @@ class Mlstm(RecurrentAttention):
         return self.projected(x_BTD, None, None).v_BHTV
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """Return `w_ts = q_t . k_s exp(d_ts - m_t) / max(|sum_s ..|, exp(-m_t))`, with m_t the maximum of the row d_t.
+        """Return `w_ts = q_t . k_s exp(d_ts - m_t) / max(|sum_s ..|, exp(-m_t))`, as in the paper's parallel form.
 
-        d_ts, the logarithm of `i_s f_{s+1} .. f_t`, forms a matrix (appendix, equation 70 and following).
+        d_ts is the logarithm of `i_s f_{s+1} .. f_t`, and m_t the largest of a row.
         """
         (q, k, _), (log_i, log_f) = self.scaled(x_BTD), self.gates(x_BTD)
         G_BHT = log_f.cumsum(-1)
         d_BHTS = G_BHT[..., None] + (log_i - G_BHT)[..., None, :]
         d_BHTS = d_BHTS.masked_fill(is_future(x_BTD.shape[1], x_BTD.device), EMPTY)
         max_BHT1 = F.pad(d_BHTS, (0, 1), value=EMPTY).amax(-1, keepdim=True).detach()
-        w_BHTS = (q @ k.mT) * (d_BHTS - max_BHT1).exp()
+        w_BHTS = (widened(q) @ widened(k).mT) * (d_BHTS - max_BHT1).exp()
         return w_BHTS / divisor(w_BHTS.sum(-1, keepdim=True), max_BHT1)
 
     def sent(self, tokens: int, ranks: int) -> list[Sent]:
@@ -134,20 +126,20 @@ class Mlstm(RecurrentAttention):
         return sent_for_prefix(self.config.num_heads * (sums + 2 * 8), ranks)
 
 
-def over_maximum(gates: Gates, max_BH1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def over_maximum(log_i_BHT: Tensor, log_f_BHT: Tensor, max_BH1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return `exp(log i_t - m_t)`, `log f_t + m_{t-1} - m_t` and `m_t`, each `[B, H, T, 1]`, from m before the tokens.
 
     With G the sum of log f, `m_t = G_t + M_t` where M is the running maximum of `log i - G`: the differences are those
     of M, which never falls, so that rounding makes no decay larger than 1. Sums run over the whole sequence, and only
     their differences count: they are float64.
     """
-    G_BHT = gates.log_f_BHT.detach().double().cumsum(-1)
-    at_BHT = gates.log_i_BHT.detach() - G_BHT
+    G_BHT = log_f_BHT.detach().double().cumsum(-1)
+    at_BHT = log_i_BHT.detach() - G_BHT
     M_BHN = torch.cat([max_BH1, at_BHT], -1).cummax(-1).values
-    inputs = with_gradient_of(gates.log_i_BHT, at_BHT - M_BHN[..., 1:]).exp()
+    inputs = with_gradient_of(log_i_BHT, at_BHT - M_BHN[..., 1:]).exp()
     # The first token's decay is of sums that are zero: 1, not exp(-2^100), beside which a scan would round the others.
     steps_BHT = (M_BHN[..., :-1] - M_BHN[..., 1:]).masked_fill(M_BHN[..., :-1] <= EMPTY, 0.0)
-    decays = with_gradient_of(gates.log_f_BHT, steps_BHT)
+    decays = with_gradient_of(log_f_BHT, steps_BHT)
     return inputs[..., None], decays[..., None], (G_BHT + M_BHN[..., 1:])[..., None]
 
 
@@ -162,10 +154,12 @@ def divisor(total_BHT1: Tensor, max_BHT1: Tensor) -> Tensor:
 
 
 @without_autocast
-def sums_before(k_BHTK: Tensor, v_BHTV: Tensor, gates: Gates, group: ContextGroup) -> tuple[Tensor, Tensor]:
+def sums_before(
+    k_BHTK: Tensor, v_BHTV: Tensor, log_i_BHT: Tensor, log_f_BHT: Tensor, group: ContextGroup
+) -> tuple[Tensor, Tensor]:
     """Return m `[B, H, 1]` and the sums `[B, H, K, V]` after the earlier ranks' tokens."""
-    G_BHT = gates.log_f_BHT.double().cumsum(-1)
-    d_BHT = G_BHT[..., -1:] - G_BHT + gates.log_i_BHT
+    G_BHT = log_f_BHT.double().cumsum(-1)
+    d_BHT = G_BHT[..., -1:] - G_BHT + log_i_BHT
     max_BH1 = d_BHT.amax(-1, keepdim=True).detach()
     after_BHT1 = (d_BHT - max_BH1).exp().to(v_BHTV.dtype)[..., None]
     summary = (G_BHT[..., -1:], max_BH1, (k_BHTK * after_BHT1).mT @ v_BHTV)
