@@ -61,6 +61,7 @@ DECODERS = {
         "position": "sinusoidal",
     },
     "one block of llp": {"attention": "llp_printed", "position": "rope"},
+    "recurrences": {"attention": ["mlstm", "mamba2", "hgrn2"], "num_layers": 3, "position": "none"},
     "sinks": {
         "attention": ["window", "llp"],
         "options": {"window": {"width": 3, "sinks": 7, "learned_sink": True}, "llp": {"segment": 4, "sinks": 3}},
