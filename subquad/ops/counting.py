@@ -7,6 +7,7 @@ device and the context of the call.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -79,29 +80,32 @@ class Scores(NamedTuple):
         return self.heads * (every - (unmasked_entries(self.pattern, replaced, *where) if replaced else 0))
 
 
-class _Recording:
-    """Calls of the run being counted (None: no run), and the number of leading queries now being replaced."""
+class _Recording(threading.local):
+    """Calls of the run being counted (None: no run), and the leading queries now being replaced, by thread."""
 
     calls: list[Scores] | None = None
     replaced = 0
+
+
+_recording = _Recording()
 
 
 def report_scores(
     heads: int, queries: int, keys: int, pattern: Pattern | None = None, q_start: Any = 0, k_start: Any = 0
 ) -> None:
     """Add these scores, which an operator computes, to the run being counted, if any."""
-    if _Recording.calls is not None:
-        _Recording.calls.append(Scores(heads, pattern, q_start, queries, k_start, keys, _Recording.replaced))
+    if _recording.calls is not None:
+        _recording.calls.append(Scores(heads, pattern, q_start, queries, k_start, keys, _recording.replaced))
 
 
 @contextmanager
 def first_replaced(queries: int) -> Iterator[None]:
     """Mark the first `queries` outputs computed within the block as replaced by another computation."""
-    before, _Recording.replaced = _Recording.replaced, queries
+    before, _recording.replaced = _recording.replaced, queries
     try:
         yield
     finally:
-        _Recording.replaced = before
+        _recording.replaced = before
 
 
 def cost_of(
@@ -123,8 +127,8 @@ def cost_of(
     from torch.utils.flop_counter import FlopCounterMode  # it loads triton
 
     flops.register()
-    before = _Recording.calls
-    calls = _Recording.calls = []
+    before = _recording.calls
+    calls = _recording.calls = []
     try:
         with _without_data(module, training=False) as call, FlopCounterMode(display=False) as counter:
             with _Linear(counter) as linear:
@@ -134,7 +138,7 @@ def cost_of(
                 out.sum().backward()
             backward = counter.get_total_flops() - forward
     finally:
-        _Recording.calls = before
+        _recording.calls = before
     return Cost(
         tokens=tokens,
         score_entries=sum(scores.computed() for scores in calls),

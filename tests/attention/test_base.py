@@ -8,6 +8,7 @@ import inspect
 import pickle
 import pkgutil
 import re
+import threading
 from dataclasses import fields
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from subquad.attention import Attention, build, mechanism, names
 from subquad.attention.blocked import BlockedAttention
 from subquad.attention.scanned import ScannedAttention
 from subquad.ops import documents
+from subquad.ops.counting import first_replaced
 from subquad.testing import AttentionContract, assert_exact, assert_same_maths, largest_allocation
 from subquad.testing.tools import LINEAR_GROWTH
 
@@ -31,6 +33,24 @@ NAMES = names()
 CAUSAL = [name for name in NAMES if "causal" in mechanism(name).forms]
 each = pytest.mark.parametrize("name", NAMES)
 each_causal = pytest.mark.parametrize("name", CAUSAL)
+
+
+def test_counts_of_two_threads_do_not_meet():
+    layer, entered, counted = build("window", dim=16, num_heads=2, width=4), threading.Event(), threading.Event()
+    expected = layer.cost(40)
+
+    def other():
+        with first_replaced(9):
+            entered.set()
+            counted.wait(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait(60)
+    found = layer.cost(40)
+    counted.set()
+    thread.join()
+    assert found == expected
 
 
 def test_names_are_the_files_of_the_folder():
