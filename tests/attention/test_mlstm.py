@@ -14,6 +14,7 @@ class TestMlstmWithLargeGates(AttentionContract):
     """Logarithms of gates up to hundreds, whose exponentials only float64 holds."""
 
     name = "mlstm"
+    options = {}
     gates = 100.0
     laws = (2, 3, 4, 7, 8, 9, 15)
     # Almost all weight is on one token, and the definition divides its q . k by itself; a state must sum both apart.
@@ -30,6 +31,8 @@ class TestMlstmWithLargeGates(AttentionContract):
 class TestMlstmWithHugeGates(TestMlstmWithLargeGates):
     """Logarithms of gates up to tens of thousands."""
 
+    name = "mlstm"
+    options = {}
     gates = 1e4
     laws = (2, 3, 9, 14)
 
