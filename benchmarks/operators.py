@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from benchmarks.timing import Run
 from subquad.attention import names
 from subquad.config import suggest
-from subquad.ops import block_attention, gated_scan, running_softmax
-from subquad.ops.flops import gated_scan_flops, running_softmax_flops
+from subquad.ops import block_attention, delta_scan, gated_scan, running_softmax
+from subquad.ops.flops import delta_scan_flops, gated_scan_flops, running_softmax_flops
 from subquad.ops.patterns import Causal, Pattern, Segments, Window
 from subquad.ops.softmax import gated_mean
 
@@ -147,6 +147,11 @@ def scan_flops(shape: Shape) -> int:
     return shape.batch * shape.heads * gated_scan_flops(shape.tokens, shape.channels, shape.channels, normalise=True)
 
 
+def delta_flops(shape: Shape) -> int:
+    """Count the FLOPs of the chunked delta scan with at most one decay a head."""
+    return shape.batch * shape.heads * delta_scan_flops(shape.tokens, shape.channels, shape.channels)
+
+
 def latte_flops(shape: Shape) -> int:
     """Count the FLOPs of the chunked running softmax."""
     return shape.batch * shape.heads * running_softmax_flops(shape.tokens, shape.latents, shape.channels)
@@ -180,6 +185,40 @@ def linear(shape: Shape, backend: str | None) -> Operator:
     return Operator([q, k, v], lambda q, k, v: gated_scan(q, k, v, None, normalise=True, eps=1e-6, backend=backend).out)
 
 
+def log_decays(shape: Shape, channels: int) -> list[Tensor]:
+    """Draw logarithms of decays, log-uniformly from -1 to -0.0001: memories of 1 to 10,000 tokens."""
+    uniform = torch.special.ndtr(shape.normal(channels, 4).detach().float())
+    return [(-(10.0 ** (-4 * uniform))).to(shape.dtype).requires_grad_()] if channels else []
+
+
+def decayed(channels: Callable[[Shape], int]) -> Callable[[Shape, str | None], Operator]:
+    """Return the maker of a gated scan with so many decays a head."""
+
+    def make(shape: Shape, backend: str | None) -> Operator:
+        q, k, v = shape.qkv()
+        inputs = [q, k, *log_decays(shape, channels(shape)), v]
+        return Operator(inputs, lambda q, k, log_f, v: gated_scan(q, k, v, log_f, backend=backend).out)
+
+    return make
+
+
+def delta(channels: Callable[[Shape], int]) -> Callable[[Shape, str | None], Operator]:
+    """Return the maker of a delta scan with so many decays a head, for keys of length 1."""
+
+    def make(shape: Shape, backend: str | None) -> Operator:
+        q, k, v = shape.qkv()
+        q, k = (F.normalize(x.detach(), dim=-1).requires_grad_() for x in (q, k))
+        beta = shape.normal(1, 3).detach().sigmoid().requires_grad_()
+
+        def call(q: Tensor, k: Tensor, beta: Tensor, *others: Tensor) -> Tensor:
+            *decays, v = others
+            return delta_scan(q, k, v, beta, decays[0] if decays else None, backend=backend).out
+
+        return Operator([q, k, beta, *log_decays(shape, channels(shape)), v], call)
+
+    return make
+
+
 def latte(shape: Shape, backend: str | None) -> Operator:
     """Make the running softmax with given p(l | t)."""
     p, logits, v = shape.normal(shape.latents), shape.normal(shape.latents, 1), shape.normal(shape.channels, 2)
@@ -211,6 +250,11 @@ ENGINES: dict[str, Engine] = {
     "linear": Engine(linear, lambda _: "linear", scan_flops),
     "latte": Engine(latte, lambda s: f"latte, {s.latents} latents per head", latte_flops, by_latents=True),
     "elita": Engine(elita, lambda _: "elita", elita_flops),
+    "retnet": Engine(decayed(lambda _: 1), lambda _: "gated scan, a decay per head", scan_flops),
+    "gla": Engine(decayed(lambda s: s.channels), lambda _: "gated scan, a decay per channel", scan_flops),
+    "delta_net": Engine(delta(lambda _: 0), lambda _: "delta scan", delta_flops),
+    "gated_delta_net": Engine(delta(lambda _: 1), lambda _: "delta scan, a decay per head", delta_flops),
+    "kda": Engine(delta(lambda s: s.channels), lambda _: "delta scan, a decay per channel", delta_flops),
 }
 """Mechanisms whose operator can be timed without projections."""
 

@@ -170,6 +170,8 @@ def runs(what: str) -> str:
     made, judged = pages.read(file), list[bool]()
     grid: dict[str, dict[str, str]] = {}
     for cell in cells(what):
+        if not any(cell.key in run["found"] for run in made):
+            continue  # a mechanism that is younger than the runs
         values = [value for run in made if (value := run["found"].get(cell.key)) is not None]
         shown = [cell.shown(value) for value in values]
         text = ", ".join(shown if len(set(shown)) > 1 else shown[:1]) or "-"

@@ -80,8 +80,8 @@ def test_block_sizes_reach_the_engines_and_end_with_their_block(monkeypatch):
         raise RuntimeError("inside")
     assert sizes() == before
     pieces = []
-    of_scan = scan._pieces
-    monkeypatch.setattr(scan, "_pieces", lambda *a: pieces.append(of_scan(*a)) or of_scan(*a))
+    of_scan = scan.pieces
+    monkeypatch.setattr(scan, "pieces", lambda *a: pieces.append(of_scan(*a)) or of_scan(*a))
     with block_sizes(4):
         build("linear", dim=4, num_heads=1)(torch.randn(1, 10, 4))
     assert pieces[0] == [(0, 8, 2, 4, 0), (8, 10, 1, 2, 2)], "two chunks of 4 tokens, one of 2"

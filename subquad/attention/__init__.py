@@ -2,9 +2,14 @@
 
 from subquad.attention.base import LAWS, Attention, Cost, build, mechanism, names
 from subquad.attention.bigbird import Bigbird
+from subquad.attention.delta_net import DeltaNet
 from subquad.attention.dilated import Dilated
 from subquad.attention.elita import Elita
 from subquad.attention.full import Full
+from subquad.attention.gated_delta_net import GatedDeltaNet
+from subquad.attention.gla import Gla
+from subquad.attention.hgrn2 import Hgrn2
+from subquad.attention.kda import Kda
 from subquad.attention.latte import Latte
 from subquad.attention.latte_macchiato import LatteMacchiato
 from subquad.attention.linear import Linear
@@ -13,7 +18,10 @@ from subquad.attention.llp import Llp
 from subquad.attention.llp_printed import LlpPrinted
 from subquad.attention.longformer import Longformer
 from subquad.attention.luna import Luna
+from subquad.attention.mamba2 import Mamba2
+from subquad.attention.mlstm import Mlstm
 from subquad.attention.performer import Performer
+from subquad.attention.retnet import Retnet
 from subquad.attention.shifted import Shifted
 from subquad.attention.strided import Strided
 from subquad.attention.window import Window
@@ -23,9 +31,14 @@ __all__ = [
     "Attention",
     "Bigbird",
     "Cost",
+    "DeltaNet",
     "Dilated",
     "Elita",
     "Full",
+    "GatedDeltaNet",
+    "Gla",
+    "Hgrn2",
+    "Kda",
     "Latte",
     "LatteMacchiato",
     "Linear",
@@ -34,7 +47,10 @@ __all__ = [
     "LlpPrinted",
     "Longformer",
     "Luna",
+    "Mamba2",
+    "Mlstm",
     "Performer",
+    "Retnet",
     "Shifted",
     "Strided",
     "Window",

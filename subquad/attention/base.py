@@ -324,6 +324,9 @@ class Attention(SharedSequences):
         """Return the state that `to_ring` takes."""
         return state
 
+    def place(self, layer: int, layers: int) -> None:
+        """Take the place of layer number `layer` (from 0) of a new model's `layers`; most ignore it."""
+
     def after_step(self, step: int) -> None:
         """Do what the mechanism needs after optimizer step number `step` (from 1); most need nothing."""
 

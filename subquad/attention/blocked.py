@@ -16,12 +16,14 @@ from subquad.ops import block_attention_with_lse
 from subquad.ops.attend import softmax_weights
 from subquad.ops.patterns import Pattern
 from subquad.parallel import Sent, active_group
-from subquad.parallel.exchange import earlier, last_before, sent_for_earlier
+from subquad.parallel.exchange import earlier, first_before, last_before, sent_for_earlier
 from subquad.parallel.ring import ring_attention, sent_for_ring
-from subquad.state import State, advance, appended, last_slots
+from subquad.state import State, advance, appended, first_slots, last_slots
 
 RING = ("ring_keys", "ring_values")
 """Entries of a state whose keys stand in a ring."""
+FIRST = ("sink_keys", "sink_values")
+"""Entries of a state that hold the first tokens' keys and values."""
 
 
 class Places(NamedTuple):
@@ -60,24 +62,36 @@ class BlockedAttention(ProjectedAttention):
         seen_B = state.seen
         assert isinstance(seen_B, Tensor)
         q_BH1K, k_BGNK, v_BGNK = self.queries(x_B1D, seen_B), *(state.tensor(name) for name in RING)
-        slots = k_BGNK.shape[2]
-        slot_B111 = (seen_B % slots)[:, None, None, None]
+        slots = [slot_B[:, None, None, None] for slot_B in self.ring_slots(seen_B, k_BGNK.shape[2])]
         for kept_BGNK, new_BG1K in ((k_BGNK, self.keys(x_B1D, seen_B)), (v_BGNK, self.kv_values(x_B1D))):
-            kept_BGNK.scatter_(2, slot_B111.expand(new_BG1K.shape), new_BG1K.to(kept_BGNK.dtype))
-        # Slot n holds the last position that is n modulo the slots; before the first round there is none.
-        p_BN = seen_B[:, None] - (seen_B[:, None] - torch.arange(slots, device=seen_B.device)) % slots
-        zero_B1N = torch.zeros_like(p_BN, dtype=q_BH1K.dtype)[:, None]
-        biases = [
-            zero_B1N.masked_fill(~(pattern.allowed(seen_B[:, None], p_BN) & (p_BN >= 0))[:, None], -torch.inf)
-            for pattern in self.patterns
-        ]
-        heads = self.heads_of(self.patterns)
-        bias_BHN = torch.cat([x.expand(-1, n, -1) for x, n in zip(biases, heads, strict=True)], 1)
+            for slot_B111 in slots:
+                kept_BGNK.scatter_(2, slot_B111.expand(new_BG1K.shape), new_BG1K.to(kept_BGNK.dtype))
+        bias_BHN = self.ring_bias(seen_B, k_BGNK.shape[2], q_BH1K.dtype)
         y_BH1K = F.scaled_dot_product_attention(
             q_BH1K, k_BGNK, v_BGNK, bias_BHN[:, :, None], enable_gqa=k_BGNK.shape[1] != q_BH1K.shape[1]
         )
         kept: dict[str, Tensor | int | State] = dict(zip(RING, (k_BGNK, v_BGNK), strict=True))
         return self.merge(y_BH1K), State({"seen": seen_B + 1, **kept}, self.config_hash)
+
+    def ring_slots(self, seen_B: Tensor, slots: int) -> list[Tensor]:
+        """Return the slots, each `[B]`, into which the token at position `seen` is written."""
+        return [seen_B % slots]
+
+    def ring_bias(self, seen_B: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
+        """Return what is added to the scores `[B, H, slots]` of the token at position `seen`."""
+        # Slot n holds the last position that is n modulo the slots; before the first round there is none.
+        p_BN = seen_B[:, None] - (seen_B[:, None] - torch.arange(slots, device=seen_B.device)) % slots
+        return self.bias_of(self.patterns, seen_B, p_BN, dtype)
+
+    def bias_of(self, patterns: tuple[Pattern, ...], seen_B: Tensor, p_BN: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return `[B, H, N]`: 0 where the token at position `seen` sees the key at `p`, else -inf."""
+        zero_B1N = torch.zeros_like(p_BN, dtype=dtype)[:, None]
+        biases = [
+            zero_B1N.masked_fill(~(pattern.allowed(seen_B[:, None], p_BN) & (p_BN >= 0))[:, None], -torch.inf)
+            for pattern in patterns
+        ]
+        heads = self.heads_of(patterns)
+        return torch.cat([x.expand(-1, n, -1) for x, n in zip(biases, heads, strict=True)], 1)
 
     def to_ring(self, state: State, capacity: int) -> State:
         """Return the state of one row with its keys in a ring of constant size: position p in slot p mod N.
@@ -146,6 +160,36 @@ class BlockedAttention(ProjectedAttention):
         spans = last_before(reach if tokens in (None, T) else 0, T, group.size)
         keys, values = earlier(spans, group, k_BGTK, v_BGTK)
         return State({"seen": group.offset(tokens or T), f"{prefix}keys": keys, f"{prefix}values": values})
+
+    def with_first(self, near: State | None, k_BGTK: Tensor, v_BGTK: Tensor, count: int) -> State | None:
+        """Return the state of `near` with the first `count` tokens that earlier ranks hold, in an active group."""
+        group = active_group()
+        if near is None or group is None or count == 0:
+            return near
+        held = earlier(first_before(count, k_BGTK.shape[2], group.size), group, k_BGTK, v_BGTK)
+        # Padded, not made anew, on the first rank too: it must take part in the backward pass.
+        padded = (F.pad(x, (0, 0, 0, count - x.shape[2])) for x in held)
+        return State({**near.entries, **dict(zip(FIRST, padded, strict=True))})
+
+    def attend_first(
+        self,
+        q_BHTK: Tensor,
+        k_BGTK: Tensor,
+        v_BGTK: Tensor,
+        patterns: tuple[Pattern, ...],
+        state: State | None,
+        seen: int | Tensor,
+        count: int,
+    ) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
+        """Return outputs and logsumexp over the first `count` tokens, and these tokens as entries of a state.
+
+        `patterns` allow keys before the query alone, so that empty slots are not seen; `state` comes from `with_first`.
+        """
+        kept = {
+            name: first_slots(x[:, :, :count], None if state is None else state.tensor(name), seen, count)
+            for name, x in zip(FIRST, (k_BGTK, v_BGTK), strict=True)
+        }
+        return self.attend_with_lse(q_BHTK, kept[FIRST[0]], kept[FIRST[1]], patterns, Places(seen)), kept
 
     def with_cache(
         self, k_BGTK: Tensor, v_BGTK: Tensor, state: State | None, prefix: str, lengths_B: Tensor | None

@@ -18,17 +18,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from subquad.attention.base import takes_options
-from subquad.attention.blocked import BlockedAttention
-from subquad.ops.patterns import Blocks, Segments, Shifted
+from subquad.attention.sinks import SinkAttention
+from subquad.ops.patterns import Blocks, Segments, Shifted, SinkTokens
 
 PRINTED = ("first_block_projections", "shared_kv", "key_norm", "split_output")
 
 
-class Llp(BlockedAttention):
+class Llp(SinkAttention):
     """The query's half segment, causally, and the whole one before it."""
 
     name = "llp"
-    rings = True
     summary = "its half segment and the one before"
     paper = "Mahmood and Huang 2024, arXiv:2412.06106"
     forms = ("causal", "bidirectional")
@@ -36,7 +35,7 @@ class Llp(BlockedAttention):
     moved_options = dict.fromkeys(PRINTED, "llp_printed")
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(BlockedAttention.Config):
+    class Config(SinkAttention.Config):
         """Options of LLP."""
 
         segment: int = 256
@@ -69,3 +68,6 @@ class Llp(BlockedAttention):
         self.patterns = (Segments(size=c) if config.causal else Blocks(size=c, back=1, ahead_blocks=1),)
         if config.shifted_heads:
             self.patterns += (Shifted(size=c, shift=c // 2, back=1),)
+        if config.sinks:
+            offsets = (0, c - c // 2)[: len(self.patterns)]
+            self.far = tuple(SinkTokens(count=config.sinks, back=1, size=c, offset=offset) for offset in offsets)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from subquad.attention.base import takes_options
 from subquad.attention.blocked import BlockedAttention
@@ -25,9 +24,9 @@ from subquad.ops import merge_attention
 from subquad.ops.attend import softmax_weights
 from subquad.ops.counting import first_replaced
 from subquad.ops.patterns import Band, Full, Globals, Pattern, Segments, Sinks, Window
-from subquad.parallel import Sent, active_group
-from subquad.parallel.exchange import earlier, first_before, sent_for_earlier
-from subquad.state import State, advance, first_slots
+from subquad.parallel import Sent
+from subquad.parallel.exchange import first_before, sent_for_earlier
+from subquad.state import State, advance
 
 
 class Longformer(BlockedAttention):
@@ -77,18 +76,16 @@ class Longformer(BlockedAttention):
         """Attend to the window and the global keys and merge; then compute the global tokens' own rows."""
         seen, count, given = self.start(state, x_BTD.shape[1]), self.config.num_global, state
         q, k, v = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)
-        state = self.with_sinks(self.near(state, k, v, self.patterns), k, v)
+        state = self.with_first(self.near(state, k, v, self.patterns), k, v, count)
         k_BGSK, v_BGSK, old, real_B = self.with_cache(k, v, state, "", lengths_B)
         after = advance(seen, x_BTD.shape[1], lengths_B)
         entries: dict[str, Tensor | int | State] = {"seen": after}
         with first_replaced(count):
             near = self.attend_to(q, k_BGSK, v_BGSK, self.patterns[0], q_start=seen, k_start=seen - old, lengths=real_B)
             if self.causal:
-                sink_k = first_slots(k, None if state is None else state.tensor("sink_keys"), seen, count)
-                sink_v = first_slots(v, None if state is None else state.tensor("sink_values"), seen, count)
-                far = self.attend_to(q, sink_k, sink_v, self.far, q_start=seen, k_start=0)
+                far, first = self.attend_first(q, k, v, (self.far,), state, seen, count)
                 k_BGSK, v_BGSK = self.kept(k_BGSK, v_BGSK, self.patterns, real_B)
-                entries |= {"keys": k_BGSK, "values": v_BGSK, "sink_keys": sink_k, "sink_values": sink_v}
+                entries |= {"keys": k_BGSK, "values": v_BGSK, **first}
             else:
                 far = self.attend_to(q, k, v, self.far, lengths=lengths_B)
         y_BHTK, _ = merge_attention(*zip(near, far, strict=True))
@@ -101,17 +98,6 @@ class Longformer(BlockedAttention):
     def unions(self, tokens: int) -> list[tuple[int, tuple[Pattern, ...]]]:
         """Return one group: all heads see the window and the global tokens."""
         return [(self.config.num_heads, (*self.patterns, self.far))]
-
-    def with_sinks(self, near: State | None, k_BGTK: Tensor, v_BGTK: Tensor) -> State | None:
-        """Return the state of `near` with the global tokens that earlier ranks hold, in an active group."""
-        group = active_group()
-        if near is None or group is None:
-            return near
-        count = self.config.num_global
-        sinks = earlier(first_before(count, k_BGTK.shape[2], group.size), group, k_BGTK, v_BGTK)
-        # Padded, not made anew, on the first rank too: it must take part in the backward pass.
-        keys, values = (F.pad(x, (0, 0, 0, count - x.shape[2])) for x in sinks)
-        return State({**near.entries, "sink_keys": keys, "sink_values": values})
 
     def with_global_rows(
         self, y_BHTK: Tensor, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None

@@ -27,8 +27,8 @@ from torch.nn import functional as F
 from subquad.attention.base import takes_options
 from subquad.attention.projected import HeadedAttention
 from subquad.attention.scanned import ScannedAttention, is_future, real_mask, real_rows, softmax_state, widened
-from subquad.ops import running_logsumexp
 from subquad.ops.backends import without_autocast
+from subquad.ops.softmax import running_logsumexp
 from subquad.state import State
 
 RELU_FLOOR = 1e-3

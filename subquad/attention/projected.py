@@ -8,12 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from subquad.attention.base import Attention
 from subquad.config import later
-from subquad.layers.norm import build_norm
 from subquad.layers.positions import rotate
 from subquad.layers.scaling import RopeScaling, rotated_channels
+
+NORM_EPS = 1e-6
+"""Epsilon of the norms of queries and keys, added to the mean square, unless `norm_eps` says another."""
 
 
 class HeadedAttention(Attention):
@@ -77,16 +80,21 @@ class HeadedAttention(Attention):
     def add_norms(self) -> None:
         """Create the norms of queries and keys if `qk_norm` is set."""
         if self.config.qk_norm:
-            self.query_norm = build_norm("rms", self.config.channels, self.config.norm_eps)
-            self.key_norm = build_norm("rms", self.config.channels, self.config.norm_eps)
+            self.query_norm = nn.RMSNorm(self.config.channels, eps=self.config.norm_eps or NORM_EPS)
+            self.key_norm = nn.RMSNorm(self.config.channels, eps=self.config.norm_eps or NORM_EPS)
 
     def normed_queries(self, q_BHTK: Tensor) -> Tensor:
         """Normalise the queries of all heads if `qk_norm` is set."""
-        return self.query_norm(q_BHTK) if self.config.qk_norm else q_BHTK
+        return normed(q_BHTK, self.query_norm) if self.config.qk_norm else q_BHTK
 
     def normed_keys(self, k_BGTK: Tensor) -> Tensor:
         """Normalise the keys of all heads if `qk_norm` is set."""
-        return self.key_norm(k_BGTK) if self.config.qk_norm else k_BGTK
+        return normed(k_BGTK, self.key_norm) if self.config.qk_norm else k_BGTK
+
+
+def normed(x_BHTK: Tensor, norm: nn.RMSNorm) -> Tensor:
+    """Return the norm of each head's channels, in the dtype of x: under autocast it is not that of the weights."""
+    return F.rms_norm(x_BHTK, norm.normalized_shape, norm.weight.to(x_BHTK.dtype), norm.eps)
 
 
 class ProjectedAttention(HeadedAttention):

@@ -10,23 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from subquad.attention.base import takes_options
-from subquad.attention.blocked import BlockedAttention
-from subquad.ops.patterns import Band
+from subquad.attention.sinks import SinkAttention
+from subquad.ops.patterns import Band, Sinks
 from subquad.ops.patterns import Window as WindowPattern
 
 
-class Window(BlockedAttention):
+class Window(SinkAttention):
     """The last `width` tokens, the query's own included; the state keeps `width - 1` keys and values."""
 
     name = "window"
-    rings = True
     summary = "the `width` tokens next to it"
     paper = "Beltagy et al. 2020, arXiv:2004.05150"
     forms = ("causal", "bidirectional")
     softmax_reach = "width"
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(BlockedAttention.Config):
+    class Config(SinkAttention.Config):
         """Options of sliding-window attention."""
 
         width: int = 256
@@ -42,3 +41,5 @@ class Window(BlockedAttention):
         before = config.width // 2
         band = Band(before=before, after=config.width - 1 - before)
         self.patterns = (WindowPattern(width=config.width) if config.causal else band,)
+        if config.sinks:
+            self.far = (Sinks(count=config.sinks, back=config.width - 1),)

@@ -164,6 +164,7 @@ def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Atte
         if "own_memory" in known and any("own_memory" in layer.option_names() for layer in layers):
             options = {"own_memory": False} | options  # the first such layer's memory serves them all
         layers.append(attention.build(name, dim=config.dim, **options))
+        layers[-1].place(len(layers) - 1, config.num_layers)
     return layers
 
 
@@ -175,8 +176,9 @@ def _options(config: DecoderConfig, name: str, cls: type[Attention], causal: boo
         "rope_fraction": config.rope_fraction,
         "rope_scaling": config.rope_scaling,
         **{key: getattr(config, key) for key in PROJECTIONS},
-        "norm_eps": config.norm_eps if config.qk_norm else None,
     }
+    if "qk_norm" in cls.option_names():
+        shared["norm_eps"] = config.norm_eps if config.qk_norm else None
     options = {key: value for key, value in shared.items() if key in cls.option_names()}
     options |= {"num_heads": config.num_heads, "bias": config.bias, "dropout": config.attention_dropout}
     options |= {"causal": causal} | config.options.get(name, {})

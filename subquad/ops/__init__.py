@@ -1,10 +1,11 @@
-"""Pure functions of tensors: the two engines, the patterns, the loss. No modules, no configuration."""
+"""Pure functions of tensors: the three engines, the patterns, the loss. No modules, no configuration."""
 
 from subquad.ops import patterns
 from subquad.ops.attend import block_attention, block_attention_with_lse, merge_attention
+from subquad.ops.delta import delta_scan
 from subquad.ops.loss import linear_cross_entropy
 from subquad.ops.scan import ScanOutput, gated_scan
-from subquad.ops.softmax import SoftmaxOutput, SoftmaxState, running_logsumexp, running_softmax
+from subquad.ops.softmax import SoftmaxOutput, SoftmaxState, running_softmax
 
 __all__ = [
     "ScanOutput",
@@ -12,10 +13,10 @@ __all__ = [
     "SoftmaxState",
     "block_attention",
     "block_attention_with_lse",
+    "delta_scan",
     "gated_scan",
     "linear_cross_entropy",
     "merge_attention",
     "patterns",
-    "running_logsumexp",
     "running_softmax",
 ]

@@ -7,15 +7,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def softmax_weights(q_BHTK: Tensor, k_BHSK: Tensor, allowed_BTS: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return weights `[B, H, T, S]` and the scores' logsumexp `[B, H, T]`; zeros and -inf if no key is allowed."""
+def softmax_weights(
+    q_BHTK: Tensor, k_BHSK: Tensor, allowed_BTS: Tensor, scale: float, sink_H: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return weights `[B, H, T, S]` and the scores' logsumexp `[B, H, T]`; zeros and -inf if no key is allowed.
+
+    A `sink` joins each softmax as the score of one more key, whose weight is left out.
+    """
     scores_BHTS = (q_BHTK @ k_BHSK.mT) * scale
     forbidden = ~allowed_BTS[:, None]
     lse_BHT = scores_BHTS.masked_fill(forbidden, -torch.inf).logsumexp(-1)
     # A finite floor, out of reach of real scores: the softmax of a row of -inf and its gradient would be NaN.
     floor = torch.finfo(scores_BHTS.dtype).min
-    weights_BHTS = scores_BHTS.masked_fill(forbidden, floor).softmax(-1).masked_fill(forbidden, 0.0)
-    return weights_BHTS, lse_BHT
+    scores_BHTS = scores_BHTS.masked_fill(forbidden, floor)
+    if sink_H is None:
+        return scores_BHTS.softmax(-1).masked_fill(forbidden, 0.0), lse_BHT
+    sink_BHT1 = sink_H.to(scores_BHTS.dtype)[:, None, None].expand(*scores_BHTS.shape[:3], 1)
+    return torch.cat([scores_BHTS, sink_BHT1], -1).softmax(-1)[..., :-1].masked_fill(forbidden, 0.0), lse_BHT
 
 
 def attend(
@@ -46,6 +54,20 @@ def gated_scan(
         out.append((q_NTK[:, t, None] @ state_NKV).squeeze(1))
     out_NTV = torch.stack(out, 1) if out else v_NTV
     return (divide(out_NTV[..., :-1], out_NTV[..., -1], eps) if normalise else out_NTV), state_NKV
+
+
+def delta_scan(
+    q_NTK: Tensor, k_NTK: Tensor, v_NTV: Tensor, beta_NT1: Tensor, log_f_NTF: Tensor | None, state_NKV: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`S_t = (I - b_t k_t k_t^T) (f_t * S_{t-1}) + b_t k_t (x) v_t`, `o_t = q_t S_t`."""
+    out = []
+    for t in range(v_NTV.shape[1]):
+        if log_f_NTF is not None:
+            state_NKV = log_f_NTF[:, t, :, None].exp() * state_NKV
+        k_NK1, b_N11 = k_NTK[:, t, :, None], beta_NT1[:, t, :, None]
+        state_NKV = state_NKV - b_N11 * k_NK1 * (k_NK1.mT @ state_NKV) + b_N11 * k_NK1 * v_NTV[:, t, None]
+        out.append((q_NTK[:, t, None] @ state_NKV).squeeze(1))
+    return (torch.stack(out, 1) if out else v_NTV), state_NKV
 
 
 def divide(numerator_NTV: Tensor, total_NT: Tensor, eps: float) -> Tensor:

@@ -235,16 +235,18 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor], /) -> tuple[
     return out_BHTV.to(outs[0].dtype), lse_NBHT.logsumexp(0).masked_fill(empty_NBHT.all(0), -torch.inf)
 
 
-def softmax_weights(q_BHTK: Tensor, k_BHSK: Tensor, /, *patterns: Pattern, scale: float | None = None) -> Tensor:
+def softmax_weights(
+    q_BHTK: Tensor, k_BHSK: Tensor, /, *patterns: Pattern, scale: float | None = None, sink_H: Tensor | None = None
+) -> Tensor:
     """Return the dense weights `[B, H, T, S]`, the definition; queries and keys both begin at position 0.
 
-    A query sees every key that any of the patterns allows.
+    A query sees every key that any of the patterns allows; a `sink` joins its softmax as the score of one more.
     """
     T, S = q_BHTK.shape[2], k_BHSK.shape[2]
     each = [allowed_pairs(pattern, Slots(0, 0), T, S, q_BHTK.device) for pattern in patterns]
     k_BHSK = _share_heads(k_BHSK, q_BHTK.shape[1])
     scale = 1 / math.sqrt(q_BHTK.shape[-1]) if scale is None else scale
-    return reference.softmax_weights(q_BHTK, k_BHSK, torch.stack(each).any(0), scale)[0]
+    return reference.softmax_weights(q_BHTK, k_BHSK, torch.stack(each).any(0), scale, sink_H)[0]
 
 
 def _chunks(chunk_size: tuple[int, int] | None, backend: str) -> tuple[int, int]:

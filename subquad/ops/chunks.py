@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from subquad.ops._sequential import attend as sequential
-from subquad.ops._torch import attend, scan, softmax, tiles
+from subquad.ops._torch import attend, delta, scan, softmax, tiles
 
 
 @contextmanager
@@ -15,6 +15,7 @@ def block_sizes(size: int) -> Iterator[None]:
     """Cut sequences into chunks and tiles of `size` tokens in `torch` and `sequential`, within the block."""
     sizes: tuple[tuple[ModuleType, str, int], ...] = (
         (scan, "CHUNK", size),
+        (delta, "CHUNK", size),
         (softmax, "CHUNK", size),
         (softmax, "MEAN_CHUNK", size),
         (tiles, "MASKED_ROWS", size),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from subquad.ops._sequential.attend import key_chunks
-from subquad.ops._torch import scan, softmax
+from subquad.ops._torch import delta, scan, softmax
 from subquad.ops._torch.tiles import Group, tile_groups
 from subquad.ops.backends import HAS_TRITON
 from subquad.ops.patterns import Pattern
@@ -24,13 +24,38 @@ def attention_flops(groups: tuple[Group, ...], key_channels: int, value_channels
     return sum(2 * g.rows * g.keys * g.count * (key_channels + value_channels) for g in groups)
 
 
-def gated_scan_flops(T: int, K: int, V: int, *, chunk: int = scan.CHUNK, normalise: bool = False) -> int:
-    """Count one head with at most one decay: scores in chunks, their product with values, state read and written."""
+def gated_scan_flops(
+    T: int, K: int, V: int, *, groups: int = 1, heads: int = 1, chunk: int = scan.CHUNK, normalise: bool = False
+) -> int:
+    """Count at most one decay a head: scores of groups in chunks, their product with values, state read and written."""
     total = 0
     for start in range(0, T, chunk):
         C = min(chunk, T - start)
-        total += 2 * C * C * (K + V) + 2 * C * K * (V + normalise) + 2 * C * K * V
+        total += groups * 2 * C * C * K + heads * (2 * C * C * V + 2 * C * K * (V + normalise) + 2 * C * K * V)
     return total
+
+
+FORWARD, BACKWARD = (4, 3, 6), (12, 10, 14)
+"""Of the delta scan per chunk: multiples of C C K of a group, C C V and C K V of a head; a system counts C C V."""
+
+
+def delta_scan_flops(
+    T: int,
+    K: int,
+    V: int,
+    *,
+    groups: int = 1,
+    heads: int = 1,
+    chunk: int = delta.CHUNK,
+    products: tuple[int, int, int] = FORWARD,
+) -> int:
+    """Count at most one decay a head: scores of queries and keys with keys, a triangular system, products with values.
+
+    The backward pass (`BACKWARD`) includes what it computes again.
+    """
+    sizes = [min(chunk, T - start) for start in range(0, T, chunk)]
+    keys, values, states = products
+    return sum(groups * keys * C * C * K + heads * (values * C * C * V + states * C * K * V) for C in sizes)
 
 
 def running_softmax_flops(T: int, L: int, V: int, *, chunk: int = softmax.CHUNK) -> int:
@@ -80,9 +105,9 @@ def _sequential_attention(*shapes: Any, products: tuple[int, int] = (1, 1), **_:
     return int(2 * q[0] * q[1] * scores * (products[0] * q[3] + products[1] * v[3]))
 
 
-def _sequential_scan(q: Any, i: Any, v: Any, *_: Any, **__: Any) -> int:
-    """Count a write and a read of the state at every token."""
-    return int(4 * q[0] * q[1] * q[2] * v[2])
+def _sequential_scan(q: Any, i: Any, v: Any, beta: Any = None, *_: Any, **__: Any) -> int:
+    """Count a write and a read of the state at every token, and with beta another read."""
+    return int((4 if beta is None else 6) * v[0] * q[1] * q[2] * v[2])
 
 
 # A backward pass has five products where the forward has two.
@@ -91,11 +116,17 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "block_attention_cpu_backward": lambda grad, grad_lse, q, k, v, out, lse, *rest, **_: (
         _attention(q, k, v, *rest) * 5 // 2
     ),
-    "gated_scan": lambda q, i, v, log_f, state, normalise, eps, chunk, *_, **__: (
-        q[0] * gated_scan_flops(q[1], q[2], v[2], chunk=chunk, normalise=normalise)
+    "gated_scan": lambda q, i, v, log_f, state, normalise, eps, chunk, *_, **__: gated_scan_flops(
+        q[1], q[2], v[2], groups=q[0], heads=v[0], chunk=chunk, normalise=normalise
     ),
     "gated_scan_backward": lambda grad, grad_state, q, i, v, *rest, **_: (
-        5 * q[0] * gated_scan_flops(q[1], q[2], v[2], chunk=rest[-1]) // 2
+        5 * gated_scan_flops(q[1], q[2], v[2], groups=q[0], heads=v[0], chunk=rest[-1]) // 2
+    ),
+    "delta_scan": lambda q, k, v, beta, log_f, state, chunk, *_, **__: delta_scan_flops(
+        q[1], q[2], v[2], groups=q[0], heads=v[0], chunk=chunk
+    ),
+    "delta_scan_backward": lambda grad, grad_state, q, k, v, *rest, **_: delta_scan_flops(
+        q[1], q[2], v[2], groups=q[0], heads=v[0], chunk=rest[-1], products=BACKWARD
     ),
     "running_softmax": lambda p, k, v, own, a, s, chunk, save, **_: (
         p[0] * running_softmax_flops(p[1], p[2], v[2], chunk=chunk)
@@ -107,9 +138,9 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "block_attention_sequential_backward": lambda grad, grad_lse, out, m, z, *shapes, **_: _sequential_attention(
         *shapes, products=(3, 2)
     ),
-    "gated_scan_sequential": _sequential_scan,
-    "gated_scan_sequential_backward": lambda grad, grad_state, q, i, v, *_, **__: _sequential_scan(q, i, v) * 5 // 2,
-    "running_softmax_sequential": _sequential_scan,
+    "scan_sequential": _sequential_scan,
+    "scan_sequential_backward": lambda grad, grad_state, *inputs, **_: _sequential_scan(*inputs) * 5 // 2,
+    "running_softmax_sequential": lambda p, k, v, *_, **__: _sequential_scan(p, k, v),
     "running_softmax_sequential_backward": lambda grad, gl, ga, gs, p, k, v, *_, **__: (
         _sequential_scan(p, k, v) * 5 // 2
     ),

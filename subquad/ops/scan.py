@@ -1,6 +1,6 @@
 """Engine A, the gated scan, and the input checks that all scans share.
 
-Shape letters: B batch, H heads, T tokens, K key channels, V value channels, F = 1 or K decays.
+Shape letters: B batch, H heads, G groups of heads, T tokens, K key channels, V value channels, F = 1 or K decays.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from subquad.ops._sequential import scan as sequential
 from subquad.ops._torch import scan as chunked
 from subquad.ops._torch import single
 from subquad.ops.backends import HAS_TRITON, choose, has_tensor_cores, without_autocast
+from subquad.ops.groups import by_heads, share_of
 from subquad.ops.padding import check_heads, check_mask
 
 BACKENDS = ("reference", "torch", "sequential", "triton")
@@ -34,8 +35,8 @@ class ScanOutput(NamedTuple):
 
 @without_autocast
 def gated_scan(
-    q_BHTK: Tensor,
-    i_BHTK: Tensor,
+    q_BGTK: Tensor,
+    i_BGTK: Tensor,
     v_BHTV: Tensor,
     log_f_BHTF: Tensor | None,
     /,
@@ -50,8 +51,8 @@ def gated_scan(
     """`S_t = f_t * S_{t-1} + i_t (x) v_t`, `o_t = q_t S_t`: a linear recurrence whose state decays.
 
     Args:
-        q_BHTK: queries.
-        i_BHTK: inputs, which write values to key channels.
+        q_BGTK: queries; each is that of H / G neighbouring heads, whose scores are computed once.
+        i_BGTK: inputs, which write values to key channels.
         v_BHTV: values.
         log_f_BHTF: natural log of the decays, one per channel (F = K) or per head (F = 1), or None for f = 1. Must be
             at most 0, which is not checked; -inf forgets everything.
@@ -68,42 +69,58 @@ def gated_scan(
 
     Raises `ValueError` and `TypeError` for invalid shapes and options.
     """
-    B, H, T, V = check_inputs(("q", q_BHTK), ("i", i_BHTK), ("v", v_BHTV))
-    K = q_BHTK.shape[-1]
-    if i_BHTK.shape[-1] != K:
-        raise ValueError(f"q and i must have the same channels, got {K} and {i_BHTK.shape[-1]}")
-    if log_f_BHTF is not None and log_f_BHTF.shape not in ((B, H, T, K), (B, H, T, 1)):
-        raise ValueError(f"log_f must have shape {(B, H, T, K)} or {(B, H, T, 1)}, got {tuple(log_f_BHTF.shape)}")
+    B, H, T, K, V = check_scan(("q", q_BGTK), ("i", i_BGTK), v_BHTV, log_f_BHTF)
     if not eps >= 0:
         raise ValueError(f"eps must be at least 0, got {eps}")
     chunk = chunk_of(chunk_size, chunked.CHUNK)
-    tensors = [q_BHTK, i_BHTK, v_BHTV] + ([] if log_f_BHTF is None else [log_f_BHTF])
+    tensors = [q_BGTK, i_BGTK, v_BHTV] + ([] if log_f_BHTF is None else [log_f_BHTF])
     wide, sizes = wide_of(*tensors), {"key channels": (K, MOST_CHANNELS), "value channels": (V, MOST_CHANNELS)}
     name = choose_for("gated_scan", backend, tensors, sizes)
     channels = V + normalise
-    if state is not None and state.shape != (B, H, K, channels):
-        raise ValueError(f"state must have shape {(B, H, K, channels)}, got {tuple(state.shape)}")
-    if mask is not None:
-        check_mask(mask, B, T)
+    check_before(state, mask, (B, H, K, channels), T)
     if name == "triton":
         from subquad.ops._triton.scan import gated_scan as kernels
 
-        return ScanOutput(*kernels(q_BHTK, i_BHTK, v_BHTV, log_f_BHTF, state, mask, normalise, eps))
+        return ScanOutput(*kernels(q_BGTK, i_BGTK, v_BHTV, log_f_BHTF, state, mask, normalise, eps))
     q, i, v, *rest = (x.flatten(0, 1) for x in masked(tensors, mask, wide, (0.0, 0.0, 0.0, 0.0)))
     log_f = rest[0].clamp(min=FORGET_ALL) if rest else None
     s = q.new_zeros(B * H, K, channels) if state is None else state.flatten(0, 1).to(wide)
-    if name == "reference":
-        out, s = reference.gated_scan(q, i, v, log_f, s, normalise, eps)
-    elif name == "torch" and T == 1:
-        out, s = single.gated_scan(q, i, v, log_f, s, normalise, eps)
+    if name == "reference" or (name == "torch" and T == 1):
+        scan, share = (reference if name == "reference" else single).gated_scan, share_of(q_BGTK.shape[1], H)
+        out, s = scan(by_heads(q, share), by_heads(i, share), v, log_f, s, normalise, eps)
     elif name == "sequential":
-        out, s = sequential.gated_scan(q, i, F.pad(v, (0, 1), value=1.0) if normalise else v, log_f, s, chunk_size)
+        out, s = sequential.scan(q, i, F.pad(v, (0, 1), value=1.0) if normalise else v, None, log_f, s, chunk_size)
         out = reference.divide(out[..., :V], out[..., V], eps) if normalise else out
     else:
         save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, i, v, s, *rest))
         out, s, *_ = chunked.gated_scan_op(q, i, v, log_f, s, normalise, eps, chunk, save)
     out = out.unflatten(0, (B, H)).to(v_BHTV.dtype)
     return ScanOutput(zero_padding(out, mask), s.unflatten(0, (B, H)))
+
+
+def check_scan(
+    q: tuple[str, Tensor], k: tuple[str, Tensor], v_BHTV: Tensor, log_f_BHTF: Tensor | None
+) -> tuple[int, int, int, int, int]:
+    """Return B, H, T, K and V of a scan; raise if queries and keys, by name, values and decays do not agree."""
+    B, G, T, K = check_inputs(q, k)
+    if q[1].shape[-1] != K:
+        raise ValueError(f"{q[0]} and {k[0]} must have the same channels, got {q[1].shape[-1]} and {K}")
+    check_heads("v", v_BHTV)
+    H, V = v_BHTV.shape[1], v_BHTV.shape[3]
+    if (v_BHTV.shape[0], v_BHTV.shape[2]) != (B, T):
+        raise ValueError(f"v must agree with {q[0]} in B and T, got {tuple(v_BHTV.shape)} and {tuple(q[1].shape)}")
+    share_of(G, H)
+    if log_f_BHTF is not None and log_f_BHTF.shape not in ((B, H, T, K), (B, H, T, 1)):
+        raise ValueError(f"log_f must have shape {(B, H, T, K)} or {(B, H, T, 1)}, got {tuple(log_f_BHTF.shape)}")
+    return B, H, T, K, V
+
+
+def check_before(state: Tensor | None, mask: Tensor | None, shape: tuple[int, int, int, int], tokens: int) -> None:
+    """Raise unless the state, if any, has this shape, and the mask, if any, that of the tokens."""
+    if state is not None and state.shape != shape:
+        raise ValueError(f"state must have shape {shape}, got {tuple(state.shape)}")
+    if mask is not None:
+        check_mask(mask, shape[0], tokens)
 
 
 def check_inputs(*tensors: tuple[str, Tensor]) -> tuple[int, int, int, int]:

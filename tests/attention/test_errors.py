@@ -19,7 +19,7 @@ def refuses(match, error=ValueError):
 
 @pytest.mark.parametrize("make", [mechanism, lambda name: build(name, **SIZES)], ids=["mechanism", "build"])
 def test_an_unknown_name_is_answered_with_the_valid_ones(make):
-    with refuses(r"unknown attention 'windwo'; did you mean 'window'\? valid: bigbird, dilated, elita, full"):
+    with refuses(rf"unknown attention 'windwo'; did you mean 'window'\? valid: window, .* and {len(names()) - 8} more"):
         make("windwo")
 
 
@@ -92,6 +92,10 @@ OPTIONS = [
     ("strided", {"kind": "fixed", "stride": 4, "columns": 5}, "columns must be from 1 to stride=4, got 5"),
     ("strided", {"num_heads": 1}, "needs at least 2 heads, got num_heads=1"),
     ("window", {"width": 0}, "width must be at least 1, got 0"),
+    ("window", {"sinks": -1}, "sinks must be at least 0, got -1"),
+    ("llp", {"sinks": 3, "causal": False}, "sinks are for the causal form, .* longformer, got sinks=3, causal=False"),
+    *((name, {option: 1}, f"attention '{name}' has no option '{option}'")
+      for name in ("full", "shifted", "llp_printed") for option in ("sinks", "learned_sink")),
     # Settings of the projections, which every softmax mechanism has.
     ("full", {"head_dim": 0}, "dim, num_heads and head_dim must be at least 1"),
     ("full", {"norm_eps": 0.0}, r"norm_eps must be above 0, got 0\.0"),

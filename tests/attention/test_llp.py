@@ -1,3 +1,6 @@
+import torch
+
+from subquad.attention import build
 from subquad.testing import AttentionContract
 
 
@@ -18,3 +21,37 @@ class TestLlpWithShiftedHeads(AttentionContract):
 class TestLlpBidirectional(AttentionContract):
     name = "llp"
     options = {"segment": 16, "causal": False}
+
+
+class TestLlpWithSinks(AttentionContract):
+    """More first tokens than a half segment, which end inside one."""
+
+    name = "llp"
+    options = {"segment": 8, "sinks": 5}
+    laws = (1, 2, 3, 4, 5, 8, 9, 13, 15)
+
+
+class TestLlpWithSinksOfEachKind(AttentionContract):
+    """Half of the heads have other boundaries, so that other first tokens are near."""
+
+    name = "llp"
+    options = {"segment": 8, "shifted_heads": True, "sinks": 5, "learned_sink": True, "num_kv_heads": 1, "rope": True}
+    laws = (1, 2, 3, 4, 5, 8, 9, 11, 13, 15)
+    fewest_heads = 2
+
+    def new(self, num_heads):
+        layer = super().new(num_heads)
+        torch.nn.init.normal_(layer.sink_logits)  # at zero its sign would not count
+        return layer
+
+
+def test_a_row_has_weights_on_its_segments_and_on_the_first_tokens():
+    layer = build("llp", dim=16, num_heads=2, segment=4, shifted_heads=True, sinks=3)
+    seen = layer.weights(torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(0)))[0] > 0
+    rows = [
+        {3: [0, 1, 2, 3], 4: [0, 1, 2, 3, 4], 6: [0, 1, 2, 4, 5, 6], 8: [0, 1, 2, 6, 7, 8]},
+        {2: [0, 1, 2], 3: [0, 1, 2, 3], 5: [0, 1, 2, 3, 4, 5], 7: [0, 1, 2, 5, 6, 7]},  # blocks 0, 1-2, 3-4, 5-6, 7-8
+    ]
+    for head, expected in enumerate(rows):
+        for row, columns in expected.items():
+            assert seen[head, row].nonzero().flatten().tolist() == columns, (head, row)

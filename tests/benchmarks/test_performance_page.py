@@ -91,7 +91,7 @@ def test_every_aim_of_layers_models_and_decoding_finds_its_row(make):
     found = {what: {cell.key: (cell.found(report), cell.least) for cell in make.cells(what)} for what in MORE}
     for what in MORE:
         assert None not in {value for value, _ in found[what].values()}
-    assert sum(least == 1 for _, least in found["layers"].values()) == 28
+    assert sum(least == 1 for _, least in found["layers"].values()) == 44
     assert found["layers"]["performer, forward | T = 4,096"] == (0.5, 1.0)
     assert found["model"]["latte, training | T = 8,192"] == (3.0, 5.0)
     assert found["decode"]["elita | after 64"] == (2.0, 1.8)

@@ -20,7 +20,7 @@ HISTORIES = {
 }  # fmt: skip
 MECHANISMS = [name for name in attention.names() if "causal" in attention.mechanism(name).forms]
 EXACT, REFILL = ([f"perceiver_ar {history} {decode}" for history in HISTORIES] for decode in ("exact", "refill"))
-QUICK = [*MECHANISMS, *EXACT, "perceiver_ar self refill", "hybrid", "loops", "learned"]
+QUICK = [*MECHANISMS, *EXACT, "perceiver_ar self refill", "hybrid", "loops", "learned", "sinks"]
 EVERY = [*QUICK, *(name for name in REFILL if name not in QUICK), "llp first block"]
 
 
@@ -38,6 +38,13 @@ OWN = {
     "hybrid": {"attention": ["latte", "full"], "position": "sinusoidal"},
     "loops": {"attention": "window", "options": {"window": {"width": 4}}, "loops": 2},
     "learned": {"attention": "linear", "position": "learned", "max_positions": 64},
+    "sinks": {
+        "attention": ["window", "llp"],
+        "options": {
+            "window": {"width": 4, "sinks": 5, "learned_sink": True, "num_kv_heads": 1},
+            "llp": {"segment": 4, "sinks": 3, "shifted_heads": True},
+        },
+    },
 }
 
 

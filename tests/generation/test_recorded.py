@@ -13,7 +13,7 @@ from subquad.testing import assert_exact, assert_same_maths
 from tests.generation.models import MECHANISMS, every, make, numbers
 
 
-@every(("linear", "elita", "llp", "full", "loops"), (*MECHANISMS, "loops", "hybrid"))
+@every(("linear", "elita", "llp", "full", "loops", "sinks"), (*MECHANISMS, "loops", "hybrid", "sinks"))
 def test_a_recorded_step_has_the_models_logits(name):
     model = make(name)
     fixed, states = FixedSlots(model, 2, 40), []
@@ -48,7 +48,7 @@ def test_a_step_is_recorded_once_and_changed_weights_count():
         assert len(fixed._steps) == 1
 
 
-@pytest.mark.parametrize("name", ["latte", "llp", "full"])
+@pytest.mark.parametrize("name", ["latte", "llp", "full", "sinks"])
 def test_a_step_in_place_keeps_every_tensor_where_it_was(name):
     """Such a step can be captured in a CUDA graph."""
     model = make(name)
@@ -65,7 +65,10 @@ def test_a_step_in_place_keeps_every_tensor_where_it_was(name):
 
 
 @pytest.mark.parametrize("seen", [1, 5, 7, 8, 9, 30])
-@pytest.mark.parametrize(("name", "options"), [("window", {"width": 8}), ("llp", {"segment": 8}), ("full", {})])
+@pytest.mark.parametrize(("name", "options"), [
+    ("window", {"width": 8}), ("llp", {"segment": 8}), ("full", {}), ("window", {"width": 4, "sinks": 4}),
+    ("llp", {"segment": 4, "sinks": 3, "learned_sink": True}),
+])  # fmt: skip
 def test_a_ring_holds_what_the_cache_holds(name, options, seen):
     layer = build(name, dim=16, num_heads=2, **options).double()
     _, state = layer(torch.randn(1, seen, 16, dtype=torch.float64))
@@ -74,6 +77,8 @@ def test_a_ring_holds_what_the_cache_holds(name, options, seen):
     back, kept = layer.from_ring(ring), state.tensor("keys").shape[2]
     for entry in ("keys", "values"):
         assert_exact(back.tensor(entry)[:, :, -kept:], state.tensor(entry))
+    for entry in {"sink_keys", "sink_values"} & set(state):
+        assert_exact(back.tensor(entry), state.tensor(entry))
 
 
 @pytest.mark.parametrize("name", ["latte", "window"])

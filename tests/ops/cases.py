@@ -19,7 +19,8 @@ PATTERNS = [
     patterns.Suffix(start=0), patterns.Band(before=30, after=0), patterns.Suffix(start=90),
     patterns.Shifted(size=8, shift=3, back=1), patterns.Shifted(size=16, shift=8),
     patterns.Blocks(size=8, back=1, ahead_blocks=1), patterns.Blocks(size=9), patterns.Sinks(count=3, back=4),
-    patterns.Sinks(count=1, back=1, size=8), patterns.Globals(count=3, back=4, ahead_blocks=2),
+    patterns.Sinks(count=1, back=1, size=8), patterns.SinkTokens(count=11, back=1, size=8, offset=3),
+    patterns.Globals(count=3, back=4, ahead_blocks=2),
     patterns.Globals(count=1, back=1, ahead_blocks=1, size=8), patterns.Random(size=8, index=1, of=2, skip=1, back=0),
     patterns.Random(size=8, index=0, of=2, skip=1, back=0, blocks=9), patterns.Dilated(width=4, dilation=3),
     patterns.DilatedBand(before=2, after=1, dilation=3), patterns.Strided(stride=5), Columns(size=8, last=3),
@@ -92,8 +93,30 @@ def thinned(every, **axes):
     return pytest.mark.parametrize(tuple(axes), parameters)
 
 
+def plain_delta(q, k, v, beta, log_f=None):
+    """Return the outputs of the delta scan from every weight, in float32 or in the dtype of the inputs if wider."""
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    wide = torch.promote_types(v.dtype, torch.float32)
+    G_BHTF = torch.zeros_like(q[..., :1]) if log_f is None else log_f.cumsum(2)
+    decay_BHTSF = (G_BHTF[:, :, :, None] - G_BHTF[:, :, None]).clamp(max=0).exp()
+    scores, system = ((x[:, :, :, None] * k[:, :, None] * decay_BHTSF).sum(-1).tril(-n) for x, n in ((q, 0), (k, 1)))
+    u = torch.linalg.solve_triangular((beta * system).to(wide), (beta * v).to(wide), upper=False, unitriangular=True)
+    return (scores @ u.to(v.dtype),)
+
+
+def delta_by_token(q, k, v, beta):
+    """Return the outputs of the delta scan without decays, token by token, in the dtype of the inputs."""
+    state_BHKV, out = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1]), []
+    for t in range(v.shape[2]):
+        error_BH1V = v[:, :, t : t + 1] - k[:, :, t : t + 1] @ state_BHKV
+        state_BHKV = state_BHKV + k[:, :, t, :, None] * (beta[:, :, t, :, None] * error_BH1V)
+        out.append(q[:, :, t : t + 1] @ state_BHKV)
+    return (torch.cat(out, 2),)
+
+
 def plain_scan(q, i, v, log_f=None, state=None, *, normalise=False, eps=0.0):
     """Return the outputs and the state of the gated scan from every weight, in the dtype of the inputs."""
+    q, i = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, i))
     G_BHTF = torch.zeros_like(q[..., :1]) if log_f is None else log_f.cumsum(2)
     future_TS1 = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)[..., None]
     decay_BHTSF = (G_BHTF[:, :, :, None] - G_BHTF[:, :, None]).masked_fill(future_TS1, -torch.inf).exp()

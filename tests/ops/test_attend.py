@@ -15,7 +15,19 @@ from subquad.ops._torch.attend import block_attention_cpu, block_attention_cpu_b
 from subquad.ops._torch.gathered import gathered
 from subquad.ops.attend import softmax_weights
 from subquad.ops.chunks import block_sizes
-from subquad.ops.patterns import Band, Causal, Full, Globals, Prefix, Segments, Sinks, Suffix, Window
+from subquad.ops.patterns import (
+    Band,
+    Causal,
+    Full,
+    Globals,
+    Prefix,
+    Segments,
+    Shifted,
+    Sinks,
+    SinkTokens,
+    Suffix,
+    Window,
+)
 from subquad.testing import LOW_PRECISION, assert_exact, assert_same_maths, largest_allocation, mask_with
 from tests.ops.cases import (
     ALONE,
@@ -374,6 +386,7 @@ def test_the_operators_keep_torchs_rules(case):
 
 UNIONS = {
     "window and sinks": [Window(width=4), Sinks(count=3, back=3)],
+    "shifted segments and tokens": [Shifted(size=4, shift=1, back=1), SinkTokens(count=6, back=1, size=4, offset=3)],
     "segments and blocks": [Segments(size=4, back=1), Sinks(count=2, back=1, size=4)],
     "band and globals": [Band(before=2, after=1), Globals(count=3, back=2, ahead_blocks=1)],
     "alone": [Causal()],

@@ -24,6 +24,7 @@ PATTERNS = [
     Causal(), Full(), Window(width=20), Window(width=200), Band(before=30, after=9), Segments(size=70),
     patterns.Shifted(size=160, shift=8), patterns.Blocks(size=64, back=1, ahead_blocks=1), patterns.Prefix(length=130),
     patterns.Suffix(start=130), Sinks(count=3, back=4), patterns.Globals(count=1, back=1, ahead_blocks=1, size=8),
+    patterns.SinkTokens(count=70, back=1, size=64, offset=8),
     patterns.Random(size=8, index=1, of=2, skip=1, back=0),
     patterns.Random(size=64, index=0, of=2, skip=1, back=0, blocks=5), patterns.Dilated(width=4, dilation=3),
     patterns.DilatedBand(before=2, after=1, dilation=3), patterns.Strided(stride=5), Columns(size=160, last=3),

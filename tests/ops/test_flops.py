@@ -1,10 +1,12 @@
 """The formulas against counts by hand, and against what torch counts of the same products in plain form."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from subquad.ops import block_attention, flops, gated_scan, running_softmax
+from subquad.ops import block_attention, delta_scan, flops, gated_scan, running_softmax
 from subquad.ops._torch.tiles import static_groups
 from subquad.ops.patterns import Causal, Full, Segments, Suffix, Window
 from subquad.ops.softmax import gated_mean
@@ -44,6 +46,25 @@ def test_gated_scan_by_hand():
     assert flops.gated_scan_flops(0, 3, 2) == 0
 
 
+def test_scores_count_once_a_group():
+    heads, groups = (flops.gated_scan_flops(5, 3, 2, chunk=4, heads=6, groups=n) for n in (6, 2))
+    assert heads == 6 * flops.gated_scan_flops(5, 3, 2, chunk=4)
+    assert heads - groups == 4 * 2 * (16 + 1) * 3
+
+
+def test_delta_scan_by_hand():
+    # Five tokens in chunks of 4 and 1; K = 3, V = 2. A system of C rows takes C (C - 1) / 2 multiply-adds a channel and
+    # C factors: C C operations.
+    scores, product, system = 2 * 2 * (16 + 1) * 3, 2 * (16 + 1) * 2, (16 + 1) * 2
+    states = 3 * 2 * 5 * 3 * 2
+    assert flops.delta_scan_flops(5, 3, 2, chunk=4) == scores + product + system + states
+    # With what is computed again: four gradients of scores; two systems, u, g and three products of C C V; the state
+    # read for u, q and k, written by u, and its gradient three times.
+    scores, values, states = 6 * 2 * (16 + 1) * 3, (2 + 4 * 2) * (16 + 1) * 2, 7 * 2 * 5 * 3 * 2
+    assert flops.delta_scan_flops(5, 3, 2, chunk=4, products=flops.BACKWARD) == scores + values + states
+    assert flops.delta_scan_flops(0, 3, 2) == 0
+
+
 def test_running_softmax_by_hand():
     # Sixteen tokens in one chunk, L = 3, V = 2.
     scores = 2 * 16 * 16 * 3
@@ -56,7 +77,7 @@ def test_running_softmax_by_hand():
 
 
 def test_long_scans_cost_in_proportion_to_their_tokens():
-    for formula in (flops.gated_scan_flops, flops.running_softmax_flops):
+    for formula in (flops.gated_scan_flops, flops.delta_scan_flops, flops.running_softmax_flops):
         assert formula(4096, 16, 16) == 2 * formula(2048, 16, 16)
 
 
@@ -77,6 +98,18 @@ def test_torch_counts_the_scans_with_their_formulas():
         expected = 6 * flops.gated_scan_flops(70, 4, 5, chunk=16, normalise=normalise)
         assert count(lambda n=normalise: gated_scan(q, i, v, None, normalise=n, chunk_size=16)) == expected
     assert count(lambda: running_softmax(q.softmax(-1), i, v)) == 6 * flops.running_softmax_flops(70, 4, 5)
+
+
+def test_torch_counts_scans_whose_heads_share_queries_and_keys():
+    q, k, v = inputs((2, 1, 70, 4), (2, 1, 70, 4), (2, 3, 70, 5))
+    sizes = {"groups": 2, "heads": 6, "chunk": 16}
+    assert count(lambda: gated_scan(q, k, v, None, chunk_size=16)) == flops.gated_scan_flops(70, 4, 5, **sizes)
+    scan = partial(delta_scan, q, k, v, v[..., :1].sigmoid(), None, chunk_size=16)
+    forward = flops.delta_scan_flops(70, 4, 5, **sizes)
+    assert count(scan) == forward
+    q.requires_grad_()
+    backward = flops.delta_scan_flops(70, 4, 5, **sizes, products=flops.BACKWARD)
+    assert count(lambda: scan().out.sum().backward()) == forward + backward
 
 
 FORMS = {

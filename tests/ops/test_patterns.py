@@ -21,6 +21,7 @@ from subquad.ops.patterns import (
     Segments,
     Shifted,
     Sinks,
+    SinkTokens,
     Strided,
     Suffix,
     Window,
@@ -40,6 +41,7 @@ KINDS = {
     "shifted": st.builds(Shifted, size=st.integers(21, 40), shift=st.integers(1, 20), back=UP_TO_3),
     "blocks": st.builds(Blocks, size=SIZES, back=UP_TO_3, ahead_blocks=UP_TO_3),
     "sinks": st.builds(Sinks, count=UP_TO_20, back=UP_TO_20, size=st.integers(1, 9)),
+    "sink tokens": st.builds(SinkTokens, count=UP_TO_20, back=UP_TO_3, size=st.integers(4, 9), offset=UP_TO_3),
     "globals": st.builds(Globals, count=UP_TO_20, back=UP_TO_20, ahead_blocks=UP_TO_9, size=SIZES),
     "random": st.builds(
         Random, size=st.integers(1, 9), index=st.integers(0, 1), of=st.integers(2, 3), skip=UP_TO_2, back=UP_TO_2,
@@ -83,6 +85,8 @@ BY_HAND = [
     (Blocks(size=2, back=1), "xx.... xx.... xxxx.. xxxx.. ..xxxx ..xxxx"),
     (Sinks(count=2, back=2), "...... ...... ...... x..... xx.... xx...."),
     (Sinks(count=1, back=1, size=2), "...... ...... ...... ...... xx.... xx...."),
+    (SinkTokens(count=3, back=0, size=2), "...... ...... xx.... xx.... xxx... xxx..."),
+    (SinkTokens(count=2, back=1, size=3, offset=2), "...... ...... ...... ...... x..... x....."),
     (Globals(count=3, back=1, ahead_blocks=0), ".xx... ..x... x..... xx.... xxx... xxx..."),
     (Dilated(width=2, dilation=2), "x..... .x.... x.x... .x.x.. ..x.x. ...x.x"),
     (DilatedBand(before=0, after=1, dilation=3), "x..x.. .x..x. ..x..x ...x.. ....x. .....x"),
@@ -223,6 +227,7 @@ def test_a_field_that_is_no_int_is_refused(value):
     (lambda: Window(width=0), r"Window\.width must be at least 1, got 0"),
     (lambda: Segments(size=4, back=-1), r"Segments\.back must be at least 0, got -1"),
     (lambda: Shifted(size=4, shift=4), r"Shifted\.shift must be below its size 4, got 4"),
+    (lambda: SinkTokens(count=2, back=1, size=3, offset=3), r"SinkTokens\.offset must be below its size 3, got 3"),
     (lambda: Columns(size=4, last=5), r"Columns\.last must be at most its size 4, got 5"),
 ])  # fmt: skip
 def test_fields_out_of_range_are_refused(make, message):

@@ -1,6 +1,7 @@
-"""Engine A and the running softmax against their definition, the recurrence token by token.
+"""The gated scan, the delta scan and the running softmax against their definition, the recurrence token by token.
 
-A scan is named by its decays, with `mean` if normalised; `softmax` is the running softmax (more: test_softmax.py).
+A scan is named by its decays, with `mean` if normalised, `delta`, and `shared` if its heads share queries and keys;
+`softmax` is the running softmax (more: test_softmax.py, test_delta.py).
 """
 
 import math
@@ -11,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from subquad.ops import gated_scan, running_softmax
+from subquad.ops import delta_scan, gated_scan, running_softmax
 from subquad.ops._sequential import scan as sequential
+from subquad.ops._torch.delta import delta_scan_backward_op, delta_scan_op
 from subquad.ops._torch.scan import gated_scan_backward_op, gated_scan_op
 from subquad.testing import LOW_PRECISION, assert_exact, assert_same_maths, largest_allocation, mask_with
 from tests.ops.cases import (
@@ -23,13 +25,16 @@ from tests.ops.cases import (
     assert_all_same_maths,
     differentiated,
     normal,
+    plain_delta,
     plain_scan,
     plain_softmax,
     thinned,
 )
 
 B, H, K, V = 2, 2, 6, 5
-SCANS = ("none", "none mean", "head", "head mean", "channel", "channel mean", "softmax")
+DELTAS = ("none delta", "head delta", "channel delta", "none delta shared", "head delta shared", "channel delta shared")
+SHARED = ("none shared", "head mean shared", "channel shared")
+SCANS = ("none", "none mean", "head", "head mean", "channel", "channel mean", *DELTAS, *SHARED, "softmax")
 MEANS = ("none mean", "head mean", "channel mean", "softmax")
 BACKENDS = ("torch", "reference", "sequential")
 scans = pytest.mark.parametrize("kind", SCANS)
@@ -46,8 +51,13 @@ def inputs_of(kind, tokens, dtype=torch.float64, batch=B, strength=3.0):
         logits = (normal(*shape, K, seed=2).clamp(-1, 1) * strength).to(dtype)
         return [normal(*shape, K, seed=1).softmax(-1).to(dtype), logits, v]
     channels = {"none": 0, "head": 1, "channel": K}[kind.split()[0]]
-    q, i = (normal(*shape, K, seed=n, dtype=dtype).abs() for n in (1, 2))
-    return [q, i, v, *([-strength * normal(*shape, channels, seed=4, dtype=dtype).abs()] if channels else [])]
+    groups = 1 if "shared" in kind else H
+    q, i = (normal(batch, groups, tokens, K, seed=n).abs() for n in (1, 2))
+    # The delta scan is bounded for keys of length 1 and beta up to 2.
+    beta = [2 * normal(*shape, 1, seed=7).sigmoid()] if "delta" in kind else []
+    i = (i / i.norm(dim=-1, keepdim=True) if beta else i).to(dtype)
+    decays = [-strength * normal(*shape, channels, seed=4, dtype=dtype).abs()] if channels else []
+    return [q.to(dtype), i, v, *(x.to(dtype) for x in beta), *decays]
 
 
 def state_of(kind):
@@ -61,8 +71,10 @@ def scan(kind, *inputs, state=(), backend="torch", **options):
     if kind == "softmax":
         out, after, _ = running_softmax(*inputs, state=tuple(state) or None, backend=backend, **options)
         return out, *after
-    q, i, v, log_f = inputs if len(inputs) == 4 else (*inputs, None)
-    state = state[0] if state else None
+    state, decays = state[0] if state else None, None if kind.startswith("none") else inputs[-1]
+    if "delta" in kind:
+        return tuple(delta_scan(*inputs[:4], decays, state=state, backend=backend, **options))
+    q, i, v, log_f = *inputs[:3], decays
     return tuple(gated_scan(q, i, v, log_f, state=state, normalise="mean" in kind, backend=backend, **options))
 
 
@@ -169,6 +181,7 @@ def test_low_precision_stays_in_budget(case, form, dtype):
     kind, strength = case
     inputs, options = inputs_of(kind, 130, dtype, strength=strength), {"eps": 0.1} if "mean" in kind else {}
     dense = plain_softmax if kind == "softmax" else partial(plain_scan, normalise="mean" in kind, **options)
+    dense = plain_delta if "delta" in kind else dense
     exact, plain = (differentiated(lambda *x: dense(*x)[:1], y) for y in ([x.double() for x in inputs], inputs))
     actual = differentiated(lambda *x: scan(kind, *x, backend=form, **options)[:1], inputs)
     assert actual[0].dtype == dtype
@@ -225,7 +238,7 @@ def test_the_state_is_float32_or_wider(form, dtype):
 
 # The backend `torch`: gradients, strides and memory.
 
-engines = pytest.mark.parametrize("kind", ["none mean", "channel", "softmax"])
+engines = pytest.mark.parametrize("kind", ["none mean", "channel", "head delta shared", "softmax"])
 
 
 @engines
@@ -278,8 +291,8 @@ def test_nothing_is_kept_without_gradients(kind):
 
 @engines
 def test_no_tensor_has_a_square_of_entries(kind):
-    leaves = long_inputs(kind, 512)
-    assert largest_allocation(lambda: scan(kind, *leaves)[0].sum().backward()) <= 512 * 512 * 4 // 4
+    leaves = long_inputs(kind, 1024)
+    assert largest_allocation(lambda: scan(kind, *leaves)[0].sum().backward()) <= 1024 * 1024 * 4 // 4
 
 
 # The backend `sequential`: memory.
@@ -305,6 +318,18 @@ def test_one_state_in_sequence_and_a_square_root_of_them_in_training():
     assert largest(16, True) == 4 * state
 
 
+@pytest.mark.parametrize("kind", ["head delta shared", "none delta", "channel delta"])
+def test_the_delta_operators_keep_torchs_rules(kind):
+    tensors = [*(x.flatten(0, 1) for x in inputs_of(kind, 12)), *([None] if "none" in kind else [])]
+    tensors.append(state_of(kind)[0].flatten(0, 1))
+    if kind == "head delta shared":
+        torch.library.opcheck(delta_scan_op, (*(x.clone().requires_grad_() for x in tensors), 8, True))
+    torch.library.opcheck(delta_scan_op, (*tensors, 8, True), test_utils=ALONE)
+    out, _, states = delta_scan_op(*tensors, 8, True)
+    arguments = (torch.ones_like(out), None, *tensors[:5], states, 8)
+    torch.library.opcheck(delta_scan_backward_op, arguments, test_utils=ALONE)
+
+
 @pytest.mark.parametrize("kind", ["head mean", "none", "channel"])
 def test_the_chunked_operators_keep_torchs_rules(kind):
     q, i, v, log_f = (*(x.flatten(0, 1) for x in inputs_of(kind, 12)), None)[:4]
@@ -312,33 +337,37 @@ def test_the_chunked_operators_keep_torchs_rules(kind):
     if kind == "head mean":
         torch.library.opcheck(gated_scan_op, (*(x.clone().requires_grad_() for x in (q, i, v, log_f, state)), *options))
     torch.library.opcheck(gated_scan_op, (q, i, v, log_f, state, *options), test_utils=ALONE)
-    out, end, *kept = gated_scan_op(q, i, v, log_f, state, *options)
-    arguments = (torch.ones_like(out), None, q, i, v, log_f, out, end, *kept, *options[:3])
+    out, _, *kept = gated_scan_op(q, i, v, log_f, state, *options)
+    arguments = (torch.ones_like(out), None, q, i, v, log_f, out, *kept, *options[:3])
     torch.library.opcheck(gated_scan_backward_op, arguments, test_utils=ALONE)
 
 
-@pytest.mark.parametrize("kind", ["gated_scan", "running_softmax"])
+@pytest.mark.parametrize("kind", ["gated_scan", "delta_scan", "running_softmax"])
 def test_the_sequential_operators_keep_torchs_rules(kind):
     q, i, log_f = (normal(2, 9, 4, seed=n).abs().float() for n in range(3))  # the state is float64 all the same
     v, state, lse = normal(2, 9, 3, seed=4).float(), normal(2, 4, 3, seed=5), normal(2, 4, seed=6)
-    if kind == "gated_scan":
-        operator, backward, last = sequential.gated_scan_op, sequential.gated_scan_backward_op, (-log_f, state)
+    operator, backward = sequential.scan_op, sequential.scan_backward_op
+    if kind == "running_softmax":
+        operator, backward, inputs = sequential.running_softmax_op, sequential.running_softmax_backward_op, (lse, state)
     else:
-        operator, backward, last = sequential.running_softmax_op, sequential.running_softmax_backward_op, (lse, state)
-    torch.library.opcheck(operator, (q, i, v, *last, 4, False), test_utils=ALONE)
-    torch.library.opcheck(operator, (*(x.clone().requires_grad_() for x in (q, i, v, *last)), 4, True))
-    kept = operator(q, i, v, *last, 4, True)
-    if kind == "gated_scan":
-        arguments = (v.cos(), state.cos(), q, i, v, -log_f, kept[-1], 4)
-    else:
+        inputs = (v[..., :1].sigmoid() if kind == "delta_scan" else None, -log_f, state)
+    torch.library.opcheck(operator, (q, i, v, *inputs, 4, False), test_utils=ALONE)
+    leaves = (x if x is None else x.clone().requires_grad_() for x in (q, i, v, *inputs))
+    torch.library.opcheck(operator, (*leaves, 4, True))
+    kept = operator(q, i, v, *inputs, 4, True)
+    if kind == "running_softmax":
         arguments = (v.cos(), i.cos(), lse.cos(), state.cos(), q, i, v, *kept[-2:], 4)
+    else:
+        arguments = (v.cos(), state.cos(), q, i, v, *inputs[:2], kept[-1], 4)
     torch.library.opcheck(backward, arguments, test_utils=ALONE)
 
 
 X = torch.ones(B, H, 5, K)
 ERRORS = {
     "ndim": ({"i": X[0]}, r"i must have shape \[B, H, T, channels\], got \(2, 5, 6\)"),
-    "tokens": ({"v": X[:, :, :3]}, r"v must agree with q in B, H and T, got \(2, 2, 3, 6\) and \(2, 2, 5, 6\)"),
+    "tokens": ({"v": X[:, :, :3]}, r"v must agree with q in B and T, got \(2, 2, 3, 6\) and \(2, 2, 5, 6\)"),
+    "groups": ({"v": X[:, :1].expand(-1, 3, -1, -1)},
+               "the heads of v must be a multiple of the groups of q, got 3 heads and 2 groups"),
     "channels": ({"i": X[..., :3]}, "q and i must have the same channels, got 6 and 3"),
     "decays": ({"log_f": X[..., :2]}, r"log_f must have shape \(2, 2, 5, 6\) or \(2, 2, 5, 1\), got \(2, 2, 5, 2\)"),
     "eps": ({"eps": -0.1}, r"eps must be at least 0, got -0\.1"),

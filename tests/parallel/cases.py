@@ -18,9 +18,14 @@ SEEDED = threading.Lock()
 """Held while drawing weights: ranks that are threads share torch's generator."""
 MECHANISMS = {
     "bigbird": ("bigbird", {"block": 4}),
+    "delta_net": ("delta_net", {"beta_range": 2}),
     "dilated": ("dilated", {"width": 3, "dilation": 4, "rope": True}),
     "elita": ("elita", {"horizon": 16}),
     "full": ("full", {"rope": True, "num_kv_heads": 1, "bias": True}),
+    "hgrn2": ("hgrn2", {}),
+    "gated_delta_net": ("gated_delta_net", {}),
+    "gla": ("gla", {}),
+    "kda": ("kda", {}),
     "latte": ("latte", {"num_latents": 6}),
     "latte_macchiato": ("latte_macchiato", {"width": 6}),
     "linear": ("linear", {}),
@@ -31,12 +36,18 @@ MECHANISMS = {
     "longformer": ("longformer", {"width": 5, "num_global": 3, "rope": True}),
     "luna": ("luna", {"memory_tokens": 3}),
     "luna untied": ("luna", {"memory_tokens": 3, "tied": False}),
+    "mamba2": ("mamba2", {"state_channels": 4}),
+    "mamba2 groups": ("mamba2", {"state_channels": 4, "groups": 2, "convolution": 3}),
+    "mlstm": ("mlstm", {}),
     "performer": ("performer", {}),
     "performer relu": ("performer", {"kernel": "relu"}),
+    "retnet": ("retnet", {}),
     "shifted": ("shifted", {"group": 10}),
     "strided": ("strided", {"stride": 5}),
     "strided fixed": ("strided", {"stride": 5, "kind": "fixed", "columns": 2}),
+    "llp with sinks": ("llp", {"segment": 8, "shifted_heads": True, "sinks": 5, "learned_sink": True}),
     "window": ("window", {"width": 7, "rope": True}),
+    "window with sinks": ("window", {"width": 3, "sinks": 6, "rope": True, "num_kv_heads": 1}),
     "window of one": ("window", {"width": 1}),
 }
 """A layer of every causal mechanism, with options that treat the first tokens differently."""
@@ -50,6 +61,11 @@ DECODERS = {
         "position": "sinusoidal",
     },
     "one block of llp": {"attention": "llp_printed", "position": "rope"},
+    "recurrences": {"attention": ["mlstm", "mamba2", "hgrn2"], "num_layers": 3, "position": "none"},
+    "sinks": {
+        "attention": ["window", "llp"],
+        "options": {"window": {"width": 3, "sinks": 7, "learned_sink": True}, "llp": {"segment": 4, "sinks": 3}},
+    },
 }
 OPTIONS = {
     "llp": {"segment": 12}, "llp_printed": {"segment": 12, "first_block_projections": True, "shared_kv": False},

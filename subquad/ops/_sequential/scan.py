@@ -1,10 +1,10 @@
-"""Engine A token by token, in the memory of one state (the scan of the Latte paper, arXiv:2402.17512, section 3.3).
+"""The scans token by token, in the memory of one state (as in the Latte paper, arXiv:2402.17512, section 3.3).
 
 For the backward pass the state is kept every `block` tokens, about sqrt(T) of them, and a block's states are recomputed
 from there, so training holds 2 sqrt(T) states. They are float64: in float32, T additions would add up T roundings.
 
-Shape letters: N batch times heads, T tokens, K key channels, V value channels, L latents, F = 1 or K decays, C tokens
-of a block.
+Shape letters: N batch times heads (of queries and inputs: batch times groups), T tokens, K key channels, V value
+channels, L latents, F = 1 or K decays, C tokens of a block.
 """
 
 from __future__ import annotations
@@ -16,15 +16,25 @@ import torch
 from torch import Tensor
 
 from subquad.ops.backends import without_autocast
+from subquad.ops.groups import by_groups, by_heads
 
 
-def gated_scan(
-    q_NTK: Tensor, i_NTK: Tensor, v_NTV: Tensor, log_f_NTF: Tensor | None, state_NKV: Tensor, chunk_size: int | None
+def scan(
+    q_NTK: Tensor,
+    i_NTK: Tensor,
+    v_NTV: Tensor,
+    beta_NT1: Tensor | None,
+    log_f_NTF: Tensor | None,
+    state_NKV: Tensor,
+    chunk_size: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """`S_t = f_t * S_{t-1} + i_t (x) v_t`, `o_t = q_t S_t`; return the outputs and the last state."""
-    inputs = [q_NTK, i_NTK, v_NTV, *([] if log_f_NTF is None else [log_f_NTF]), state_NKV]
+    """`S_t = f_t * S_{t-1} + i_t (x) u_t`, `o_t = q_t S_t`; return the outputs and the last state.
+
+    u is v in the gated scan, and `b_t (v_t - i_t (f_t * S_{t-1}))` in the delta scan.
+    """
+    inputs = [x for x in (q_NTK, i_NTK, v_NTV, beta_NT1, log_f_NTF, state_NKV) if x is not None]
     block, save = _blocks(v_NTV.shape[1], chunk_size, inputs)
-    out_NTV, after_NKV, _ = gated_scan_op(q_NTK, i_NTK, v_NTV, log_f_NTF, state_NKV.double(), block, save)
+    out_NTV, after_NKV, _ = scan_op(q_NTK, i_NTK, v_NTV, beta_NT1, log_f_NTF, state_NKV.double(), block, save)
     return out_NTV, after_NKV.to(state_NKV.dtype)
 
 
@@ -43,27 +53,62 @@ def _blocks(tokens: int, chunk_size: int | None, inputs: list[Tensor]) -> tuple[
     return chunk_size or max(1, math.isqrt(tokens)), save
 
 
-@torch.library.custom_op("subquad::gated_scan_sequential", mutates_args=())
-def gated_scan_op(
-    q_NTK: Tensor, i_NTK: Tensor, v_NTV: Tensor, log_f_NTF: Tensor | None, state_NKV: Tensor, block: int, save: bool
+@torch.library.custom_op("subquad::scan_sequential", mutates_args=())
+def scan_op(
+    q_NTK: Tensor,
+    i_NTK: Tensor,
+    v_NTV: Tensor,
+    beta_NT1: Tensor | None,
+    log_f_NTF: Tensor | None,
+    state_NKV: Tensor,
+    block: int,
+    save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return outputs, the final state and, if `save`, the states before each block."""
     T = v_NTV.shape[1]
     out_NTV, state_NKV = v_NTV.new_empty(v_NTV.shape), state_NKV.clone(memory_format=torch.contiguous_format)
     kept = state_NKV.new_empty(math.ceil(T / block) if save else 0, *state_NKV.shape)
+    tokens = _Tokens(q_NTK, i_NTK, v_NTV, beta_NT1, log_f_NTF)
     for t in range(T):
         if save and t % block == 0:
             kept[t // block] = state_NKV
-        _step(state_NKV, i_NTK, v_NTV, log_f_NTF, t)
-        out_NTV[:, t] = _row_times(q_NTK[:, t], state_NKV)
+        tokens.decay(state_NKV, t)
+        state_NKV.addcmul_(tokens.i(t)[..., None], tokens.written(state_NKV, t)[:, None])
+        out_NTV[:, t] = _row_times(tokens.q(t), state_NKV)
     return out_NTV, state_NKV, kept
 
 
-def _step(state_NKV: Tensor, i_NTK: Tensor, v_NTV: Tensor, log_f_NTF: Tensor | None, t: int) -> None:
-    """`S = f_t * S + i_t (x) v_t`, in place."""
-    if log_f_NTF is not None:
-        state_NKV.mul_(log_f_NTF[:, t, :, None].double().exp())
-    state_NKV.addcmul_(i_NTK[:, t, :, None].double(), v_NTV[:, t, None].double())
+class _Tokens:
+    """The inputs of a scan, one token at a time for all heads, in float64."""
+
+    def __init__(
+        self, q_NTK: Tensor, i_NTK: Tensor, v_NTV: Tensor, beta_NT1: Tensor | None, log_f_NTF: Tensor | None
+    ) -> None:
+        self.tensors, self.beta, self.log_f = (q_NTK, i_NTK, v_NTV), beta_NT1, log_f_NTF
+        self.share = len(v_NTV) // max(1, len(q_NTK)) or 1
+
+    def q(self, t: int) -> Tensor:
+        """Return the queries `[N, K]`."""
+        return by_heads(self.tensors[0][:, t].double(), self.share)
+
+    def i(self, t: int) -> Tensor:
+        """Return the inputs `[N, K]`."""
+        return by_heads(self.tensors[1][:, t].double(), self.share)
+
+    def v(self, t: int) -> Tensor:
+        """Return the values `[N, V]`."""
+        return self.tensors[2][:, t].double()
+
+    def decay(self, x_NKV: Tensor, t: int) -> None:
+        """Multiply by the decays, in place."""
+        if self.log_f is not None:
+            x_NKV.mul_(self.log_f[:, t, :, None].double().exp())
+
+    def written(self, decayed_NKV: Tensor, t: int) -> Tensor:
+        """Return u `[N, V]`: the values, or how far the decayed state is from them, times beta."""
+        if self.beta is None:
+            return self.v(t)
+        return self.beta[:, t] * (self.v(t) - _row_times(self.i(t), decayed_NKV))
 
 
 def _row_times(x_NK: Tensor, y_NKV: Tensor) -> Tensor:
@@ -71,71 +116,86 @@ def _row_times(x_NK: Tensor, y_NKV: Tensor) -> Tensor:
     return (x_NK[:, None].double() @ y_NKV).squeeze(1)
 
 
-@gated_scan_op.register_fake
-def _(q, i, v, log_f, state, block, save):  # type: ignore[no-untyped-def]
+@scan_op.register_fake
+def _(q, i, v, beta, log_f, state, block, save):  # type: ignore[no-untyped-def]
     blocks = -(-v.shape[1] // block) if save else 0
     return v.new_empty(v.shape), state.new_empty(state.shape), state.new_empty(blocks, *state.shape)
 
 
-@torch.library.custom_op("subquad::gated_scan_sequential_backward", mutates_args=())
+@torch.library.custom_op("subquad::scan_sequential_backward", mutates_args=())
 @without_autocast
-def gated_scan_backward_op(
+def scan_backward_op(
     grad_NTV: Tensor,
     grad_state_NKV: Tensor | None,
     q_NTK: Tensor,
     i_NTK: Tensor,
     v_NTV: Tensor,
+    beta_NT1: Tensor | None,
     log_f_NTF: Tensor | None,
     kept: Tensor,
     block: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of q, i, v, log f (empty if None) and the initial state; `r`: of the state after a token."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return gradients of q, i, v, beta and log f (empty if None) and the initial state.
+
+    `r` is the gradient of the state after a token, then of the decayed state before it.
+    """
     dq_NTK, di_NTK, dv_NTV = (x.new_empty(x.shape) for x in (q_NTK, i_NTK, v_NTV))
-    dlog_f = q_NTK.new_empty(0) if log_f_NTF is None else log_f_NTF.new_empty(log_f_NTF.shape)
+    dbeta, dlog_f = (q_NTK.new_empty(0) if x is None else x.new_empty(x.shape) for x in (beta_NT1, log_f_NTF))
     N, T, V = v_NTV.shape
     r_NKV = kept.new_zeros(N, q_NTK.shape[2], V) if grad_state_NKV is None else grad_state_NKV.clone()
+    tokens = _Tokens(q_NTK, i_NTK, v_NTV, beta_NT1, log_f_NTF)
     for n in reversed(range(kept.shape[0])):
         start, stop = n * block, min((n + 1) * block, T)
-        states = [kept[n]]
+        state_NKV, before = kept[n].clone(), []
         for t in range(start, stop):
-            states.append(states[-1].clone())
-            _step(states[-1], i_NTK, v_NTV, log_f_NTF, t)
+            tokens.decay(state_NKV, t)
+            before.append(state_NKV.clone())
+            state_NKV.addcmul_(tokens.i(t)[..., None], tokens.written(state_NKV, t)[:, None])
         for t in reversed(range(start, stop)):
-            do_NV, after_NKV = grad_NTV[:, t].double(), states.pop()
-            r_NKV.addcmul_(q_NTK[:, t, :, None].double(), do_NV[:, None])
-            dq_NTK[:, t] = _row_times(do_NV, after_NKV.mT)
-            di_NTK[:, t] = _row_times(v_NTV[:, t], r_NKV.mT)
-            dv_NTV[:, t] = _row_times(i_NTK[:, t], r_NKV)
+            do_NV, decayed_NKV, i_NK = grad_NTV[:, t].double(), before.pop(), tokens.i(t)
+            u_NV = tokens.written(decayed_NKV, t)
+            r_NKV.addcmul_(tokens.q(t)[..., None], do_NV[:, None])
+            dq_NK = _row_times(do_NV, decayed_NKV.mT) + (u_NV * do_NV).sum(-1, keepdim=True) * i_NK
+            di_NK, du_NV = _row_times(u_NV, r_NKV.mT), _row_times(i_NK, r_NKV)
+            if beta_NT1 is not None:
+                dbeta[:, t] = (du_NV * (tokens.v(t) - _row_times(i_NK, decayed_NKV))).sum(-1, keepdim=True)
+                du_NV = beta_NT1[:, t] * du_NV
+                di_NK -= _row_times(du_NV, decayed_NKV.mT)
+                r_NKV.addcmul_(i_NK[..., None], du_NV[:, None], value=-1)
+            dv_NTV[:, t] = du_NV
+            dq_NTK[:, t], di_NTK[:, t] = (by_groups(x, tokens.share) for x in (dq_NK, di_NK))
             if log_f_NTF is None:
                 continue
-            r_NKV.mul_(log_f_NTF[:, t, :, None].double().exp())
-            dlog_f_NK = (r_NKV * states[-1]).sum(-1)
+            # f r S, with f S at hand: no division by f, which may be zero.
+            dlog_f_NK = (r_NKV * decayed_NKV).sum(-1)
             dlog_f[:, t] = dlog_f_NK.sum(-1, keepdim=True) if log_f_NTF.shape[-1] == 1 else dlog_f_NK
-    return dq_NTK, di_NTK, dv_NTV, dlog_f, r_NKV
+            tokens.decay(r_NKV, t)
+    return dq_NTK, di_NTK, dv_NTV, dbeta, dlog_f, r_NKV
 
 
-@gated_scan_backward_op.register_fake
-def _(grad, grad_state, q, i, v, log_f, kept, block):  # type: ignore[no-untyped-def]
-    dlog_f = q.new_empty(0) if log_f is None else log_f.new_empty(log_f.shape)
-    state = kept.new_empty(q.shape[0], q.shape[2], v.shape[2])
-    return q.new_empty(q.shape), i.new_empty(i.shape), v.new_empty(v.shape), dlog_f, state
+@scan_backward_op.register_fake
+def _(grad, grad_state, q, i, v, beta, log_f, kept, block):  # type: ignore[no-untyped-def]
+    dbeta, dlog_f = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (beta, log_f))
+    state = kept.new_empty(v.shape[0], q.shape[2], v.shape[2])
+    return q.new_empty(q.shape), i.new_empty(i.shape), v.new_empty(v.shape), dbeta, dlog_f, state
 
 
-def _setup_gated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, i, v, log_f, _, ctx.block, _ = inputs
-    ctx.save_for_backward(q, i, v, log_f, output[2])
+def _setup_scan(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, _, ctx.block, _ = inputs
+    ctx.save_for_backward(*tensors, output[2])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
 
 
-def _gated_backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+def _scan_backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     grad = torch.zeros_like(tensors[2]) if grad is None else grad
-    *gradients, dlog_f, dstate = gated_scan_backward_op(grad, grad_state, *tensors, ctx.block)
-    return *gradients, (None if tensors[3] is None else dlog_f), dstate, None, None
+    *gradients, dbeta, dlog_f, dstate = scan_backward_op(grad, grad_state, *tensors, ctx.block)
+    beta, log_f = tensors[3:5]
+    return *gradients, None if beta is None else dbeta, None if log_f is None else dlog_f, dstate, None, None
 
 
-gated_scan_op.register_autograd(_gated_backward, setup_context=_setup_gated)
+scan_op.register_autograd(_scan_backward, setup_context=_setup_scan)
 
 
 @torch.library.custom_op("subquad::running_softmax_sequential", mutates_args=())

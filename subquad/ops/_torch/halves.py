@@ -67,6 +67,48 @@ def _exp(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     return exponent.clamp_(max=0).to(dtype).exp_()
 
 
+class PairWeights:
+    """`w_ij = exp(k_j - A_i)` for the rows and columns of chunks, kept as the factors that products by halves take."""
+
+    def __init__(self, k_MCL: Tensor, A_MCL: Tensor, dtype: torch.dtype) -> None:
+        C = k_MCL.shape[1]
+        self.sub = min(SUB, C)
+        k, A = (x.unflatten(1, (-1, self.sub)) for x in (k_MCL, A_MCL))
+        self.inside = _exp(k[:, :, None] - A[:, :, :, None], dtype)
+        """`[M, H, i, j, L]` of the blocks on the diagonal; entries with j > i are unused."""
+        self.halves = [(h, *_factors(k_MCL, A_MCL, h, dtype)) for h in halvings(C)]
+
+    def scores(self, a_MCL: Tensor, b_MCL: Tensor | None) -> Tensor:
+        """Return lower-triangular scores `[M, C, C]`; b = 1 if None."""
+        M, C, _ = a_MCL.shape
+        scores_MCC = a_MCL.new_zeros(M, C, C)
+        w = self.inside * a_MCL.unflatten(1, (-1, self.sub))[:, :, :, None]
+        if b_MCL is not None:
+            w.mul_(b_MCL.unflatten(1, (-1, self.sub))[:, :, None])
+        _diagonal(scores_MCC, self.sub).copy_(w.sum(-1).tril_())
+        for h, near, far in self.halves:
+            near, source = near * _halves(a_MCL, h)[1], _source(far, b_MCL, h)
+            _corner(scores_MCC, h).copy_(near @ source.mT)
+        return scores_MCC
+
+    def backward(self, a_MCL: Tensor, b_MCL: Tensor | None, grad_MCC: Tensor) -> tuple[Tensor, Tensor]:
+        """`da_i = sum_j grad_ij b_j w_ij`, `db_j = sum_i grad_ij a_i w_ij` for a lower-triangular `grad`.
+
+        The exponents' gradients follow from these: `k` gets `b db`, `A` gets `-a da`.
+        """
+        grad = _diagonal(grad_MCC, self.sub)[..., None]
+        w = self.inside * grad
+        db = (w * a_MCL.unflatten(1, (-1, self.sub))[:, :, :, None]).sum(-3).flatten(1, 2)
+        if b_MCL is not None:
+            w.mul_(b_MCL.unflatten(1, (-1, self.sub))[:, :, None])
+        da = w.sum(-2).flatten(1, 2)
+        for h, near, far in self.halves:
+            grad = _corner(grad_MCC, h)
+            _halves(da, h)[1].add_((grad @ _source(far, b_MCL, h)).mul_(near))
+            _halves(db, h)[0].add_((grad.mT @ (near * _halves(a_MCL, h)[1])).mul_(far))
+        return da, db
+
+
 def _factors(k: Tensor, A: Tensor, h: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return `exp(r - A_i)` for rows of the second halves and `exp(k_j - r)` for rows of the first."""
     (k_first, _), (_, A_second) = _halves(k, h), _halves(A, h)
@@ -74,56 +116,8 @@ def _factors(k: Tensor, A: Tensor, h: int, dtype: torch.dtype) -> tuple[Tensor, 
     return _exp(r - A_second, dtype), _exp(k_first - r, dtype)
 
 
-def _inside(k: Tensor, A: Tensor, dtype: torch.dtype) -> Tensor:
-    """`exp(k_j - A_i)`, `[M, H, i, j, L]`, of the diagonal blocks; entries with j > i are unused."""
-    h = min(SUB, k.shape[1])
-    k, A = k.unflatten(1, (-1, h)), A.unflatten(1, (-1, h))
-    return _exp(k[:, :, None] - A[:, :, :, None], dtype)
-
-
-def pair_scores(a_MCL: Tensor, b_MCL: Tensor | None, k_MCL: Tensor, A_MCL: Tensor) -> Tensor:
-    """Return lower-triangular scores `[M, C, C]`; b = 1 if None."""
-    M, C, _ = a_MCL.shape
-    h = min(SUB, C)
-    scores_MCC = a_MCL.new_zeros(M, C, C)
-    w = _inside(k_MCL, A_MCL, a_MCL.dtype).mul_(a_MCL.unflatten(1, (-1, h))[:, :, :, None])
-    if b_MCL is not None:
-        w.mul_(b_MCL.unflatten(1, (-1, h))[:, :, None])
-    _diagonal(scores_MCC, h).copy_(w.sum(-1).tril_())
-    for h in halvings(C):
-        near, far = _factors(k_MCL, A_MCL, h, a_MCL.dtype)
-        near.mul_(_halves(a_MCL, h)[1])
-        if b_MCL is not None:
-            far.mul_(_halves(b_MCL, h)[0])
-        _corner(scores_MCC, h).copy_(near @ far.mT)
-    return scores_MCC
-
-
-def pair_backward(
-    a_MCL: Tensor, b_MCL: Tensor | None, k_MCL: Tensor, A_MCL: Tensor, grad_MCC: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`da_i = sum_j grad_ij b_j w_ij`, `db_j = sum_i grad_ij a_i w_ij`, `w_ij = exp(k_j - A_i)`, and the scores.
-
-    `grad` must be lower triangular. The exponents' gradients follow from these: `k` gets `b db`, `A` gets `-a da`.
-    """
-    M, C, _ = a_MCL.shape
-    h = min(SUB, C)
-    scores_MCC = a_MCL.new_zeros(M, C, C)
-    a, grad = a_MCL.unflatten(1, (-1, h)), _diagonal(grad_MCC, h)[..., None]
-    w = _inside(k_MCL, A_MCL, a_MCL.dtype)
-    wb = w if b_MCL is None else w * b_MCL.unflatten(1, (-1, h))[:, :, None]
-    da = (wb * grad).sum(-2).flatten(1, 2)
-    _diagonal(scores_MCC, h).copy_((wb * a[:, :, :, None]).sum(-1).tril_())
-    db = w.mul_(a[:, :, :, None]).mul_(grad).sum(-3).flatten(1, 2)
-    for h in halvings(C):
-        near, far = _factors(k_MCL, A_MCL, h, a_MCL.dtype)
-        grad = _corner(grad_MCC, h)
-        source = far if b_MCL is None else far * _halves(b_MCL, h)[0]
-        _halves(da, h)[1].add_((grad @ source).mul_(near))
-        near.mul_(_halves(a_MCL, h)[1])
-        _halves(db, h)[0].add_((grad.mT @ near).mul_(far))
-        _corner(scores_MCC, h).copy_(near @ source.mT)
-    return da, db, scores_MCC
+def _source(far: Tensor, b_MCL: Tensor | None, h: int) -> Tensor:
+    return far if b_MCL is None else far * _halves(b_MCL, h)[0]
 
 
 def running_max(k_MCL: Tensor) -> Tensor:

@@ -68,6 +68,19 @@ class Piece(NamedTuple):
         """Return the states of its chunks `[M, ...]`, from those of all chunks `[chunks, N, ...]`."""
         return states[self.places].flatten(0, 1)
 
+    def before(self, end_NKV: Tensor, added_MKV: Tensor, decay: Tensor | None, into: Tensor) -> Tensor:
+        """Return the state before each chunk `[M, K, V]`, in `into`; `end` moves from before the piece to after it."""
+        into[0].copy_(end_NKV)
+        follow([*into.unbind(), end_NKV], added_MKV, decay)
+        return into.flatten(0, 1)
+
+    def after(self, start_NKV: Tensor, added_MKV: Tensor, decay: Tensor | None) -> Tensor:
+        """Return the state's gradient after each chunk `[M, K, V]`; `start` moves from after the piece to before it."""
+        into = added_MKV.new_empty(self.chunks, *start_NKV.shape)
+        into[-1].copy_(start_NKV)
+        follow([start_NKV, *into.unbind()][::-1], added_MKV, decay, back=True)
+        return into.flatten(0, 1)
+
 
 def pieces_of(x_NTK: Tensor, chunk: int, widest: int, *, whole: bool = False) -> list[Piece]:
     """Cut the tokens of x in chunks of `chunk` rows; a piece holds tensors of `widest` channels.

@@ -1,11 +1,10 @@
 """Compute the gated scan in chunks, with a hand-written backward pass: memory linear in T, one state per chunk.
 
-Inside a chunk G_t is the sum of log f up to row t, so exp(G_i - G_j) is the decay from column j to row i. Rows of a
-chunk read earlier chunks through one state, so the work per chunk is three matrix products of C rows. Only the states
-follow one another: everything else is computed for a piece of several chunks in one call.
+Rows of a chunk read earlier chunks through one state, so the work per chunk is three matrix products of C rows. Only
+the states follow one another: everything else is computed for a piece of several chunks in one call.
 
-Shape letters: N batch times heads, T tokens, K key channels, V value channels, F = 1 or K decays, C rows of a chunk,
-M = P N chunks of a piece.
+Shape letters: N batch times heads (of q and i: batch times groups), T tokens, K key channels, V value channels, F = 1
+or K decays, C rows of a chunk, M = P N chunks of a piece.
 """
 
 from __future__ import annotations
@@ -16,69 +15,13 @@ import torch
 from torch import Tensor
 
 from subquad.memory import empty, empty_like
-from subquad.ops._torch.halves import pair_backward, pair_scores, power_of_two
-from subquad.ops._torch.pieces import Piece, follow, pieces_of
+from subquad.ops._torch.decays import Decay
+from subquad.ops._torch.halves import power_of_two
+from subquad.ops._torch.pieces import Piece, pieces_of
 from subquad.ops.backends import without_autocast
 
 CHUNK = 64
 """Rows of a chunk: large enough for efficient products, small enough that C x C scores cost less than the state."""
-
-
-class _Decay:
-    """Decays inside one chunk: none, one per row (F = 1) or one per channel (F = K)."""
-
-    def __init__(self, log_f_NCF: Tensor | None, like: Tensor) -> None:
-        self.G = self.to_row = self.to_end = self.whole = None
-        if log_f_NCF is None:
-            return
-        # float64: the differences of G between neighbours are small beside G itself, and float32 would lose them.
-        self.G = log_f_NCF.double().cumsum(1)
-        self.to_row = self.G.exp().to(like.dtype)
-        self.to_end = (self.G[:, -1:] - self.G).exp_().to(like.dtype)
-        self.whole = self.to_row[:, -1, :, None]  # from the chunk's start to its end
-
-    def rows(self, q_NCK: Tensor) -> Tensor:
-        """Return the queries, decayed from the chunk's start, for their product with the state there."""
-        return q_NCK if self.to_row is None else q_NCK * self.to_row
-
-    def columns(self, i_NCK: Tensor) -> Tensor:
-        """Return the inputs, decayed to the chunk's end, for their sum into the state there."""
-        return i_NCK if self.to_end is None else i_NCK * self.to_end
-
-    def before(self, end_NKV: Tensor, added_MKV: Tensor, into: Tensor) -> Tensor:
-        """Return the state before each chunk `[M, K, V]`, in `into`; `end` moves from before the piece to after it."""
-        into[0].copy_(end_NKV)
-        follow([*into.unbind(), end_NKV], added_MKV, self.whole)
-        return into.flatten(0, 1)
-
-    def after(self, chunks: int, start_NKV: Tensor, added_MKV: Tensor) -> Tensor:
-        """Return the state's gradient after each chunk `[M, K, V]`; `start` moves from after the piece to before it."""
-        into = added_MKV.new_empty(chunks, *start_NKV.shape)
-        into[-1].copy_(start_NKV)
-        follow([start_NKV, *into.unbind()][::-1], added_MKV, self.whole, back=True)
-        return into.flatten(0, 1)
-
-    def scores(self, q_NCK: Tensor, i_NCK: Tensor) -> Tensor:
-        """Return the weight `[N, C, C]` of value j in row i."""
-        if self.G is None:
-            return torch.bmm(q_NCK, i_NCK.mT).tril_()
-        if self.G.shape[-1] == 1:
-            return torch.bmm(q_NCK, i_NCK.mT).mul_(self._between(q_NCK)).tril_()
-        # (q e^G)(i e^-G)^T would overflow in e^-G: halving keeps every exponent at or below zero.
-        return pair_scores(q_NCK, i_NCK, -self.G, -self.G)
-
-    def backward(self, q_NCK: Tensor, i_NCK: Tensor, grad_NCC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q and i through the scores, and the scores."""
-        if self.G is not None and self.G.shape[-1] > 1:
-            return pair_backward(q_NCK, i_NCK, -self.G, -self.G, grad_NCC)
-        if self.G is not None:
-            grad_NCC = grad_NCC * self._between(q_NCK)
-        return torch.bmm(grad_NCC, i_NCK), torch.bmm(grad_NCC.mT, q_NCK), self.scores(q_NCK, i_NCK)
-
-    def _between(self, like: Tensor) -> Tensor:
-        assert self.G is not None
-        # Entries above the diagonal have positive exponents; clamped, they stay finite until tril_ removes them.
-        return (self.G - self.G.mT).clamp_(max=0).to(like.dtype).exp_()
 
 
 @torch.library.custom_op("subquad::gated_scan", mutates_args=())
@@ -99,7 +42,7 @@ def gated_scan_op(
     The backward pass computes everything else again from the saved states.
     """
     (N, T, V), K = v_NTV.shape, q_NTK.shape[-1]
-    parts = _pieces(q_NTK, v_NTV, log_f_NTF, chunk)
+    parts = pieces(q_NTK, v_NTV, log_f_NTF, chunk)
     out_NTV, total_NT = empty_like(v_NTV), v_NTV.new_empty(N, T if normalise else 0)
     # Without `save` each piece overwrites the states of the one before.
     counts = [part.chunks for part in parts]
@@ -110,13 +53,13 @@ def gated_scan_op(
     )
     for part in parts:
         q, i, v = (part.take(x) for x in (q_NTK, i_NTK, v_NTV))
-        decay = _Decay(None if log_f_NTF is None else part.take(log_f_NTF), q)
+        decay = Decay(None if log_f_NTF is None else part.take(log_f_NTF), q, v)
         scores, rows, columns = decay.scores(q, i), decay.rows(q), decay.columns(i)
         here = part.places if save else slice(0, part.chunks)
-        state = decay.before(end_NKV, torch.bmm(columns.mT, v), states[here])
+        state = part.before(end_NKV, torch.bmm(columns.mT, v), decay.whole, states[here])
         out = torch.bmm(scores, v).baddbmm_(rows, state)
         if normalise:
-            z = decay.before(end_NK1, columns.sum(1)[..., None], sums[here])
+            z = part.before(end_NK1, columns.sum(1)[..., None], decay.whole, sums[here])
             divisor = (rows * z.mT).sum(-1, keepdim=True).add_(scores.sum(-1, keepdim=True))
             part.put(divisor, total_NT[..., None])
             out.div_(_divisor(divisor, eps))
@@ -125,13 +68,15 @@ def gated_scan_op(
     return out_NTV, torch.cat([end_NKV, end_NK1], -1), total_NT, states[:kept], sums[:kept]
 
 
-def _chunks(tokens: int, chunk: int, log_f: Tensor | None) -> int:
+def chunks_of(tokens: int, chunk: int, log_f: Tensor | None) -> int:
+    """Return the number of chunks."""
     return -(-tokens // (chunk if log_f is None else power_of_two(chunk)))
 
 
-def _pieces(q_NTK: Tensor, v_NTV: Tensor, log_f: Tensor | None, chunk: int) -> list[Piece]:
+def pieces(q_NTK: Tensor, v_NTV: Tensor, log_f: Tensor | None, chunk: int) -> list[Piece]:
+    """Cut the tokens; with decays a chunk has a power of two rows."""
     chunk = chunk if log_f is None else power_of_two(chunk)
-    return pieces_of(q_NTK, chunk, max(chunk, q_NTK.shape[-1], v_NTV.shape[-1]), whole=log_f is not None)
+    return pieces_of(v_NTV, chunk, max(chunk, q_NTK.shape[-1], v_NTV.shape[-1]), whole=log_f is not None)
 
 
 def _divisor(total_NC1: Tensor, eps: float) -> Tensor:
@@ -143,7 +88,7 @@ def _divisor(total_NC1: Tensor, eps: float) -> Tensor:
 @gated_scan_op.register_fake
 def _(q, i, v, log_f, state, normalise, eps, chunk, save):  # type: ignore[no-untyped-def]
     N, T, V = v.shape
-    chunks = _chunks(T, chunk, log_f) if save else 0
+    chunks = chunks_of(T, chunk, log_f) if save else 0
     return (
         v.new_empty(v.shape),
         state.new_empty(state.shape),
@@ -163,7 +108,6 @@ def gated_scan_backward_op(
     v_NTV: Tensor,
     log_f_NTF: Tensor | None,
     out_NTV: Tensor | None,
-    end_NKV: Tensor,
     total_NT: Tensor,
     states: Tensor,
     sums: Tensor,
@@ -175,63 +119,51 @@ def gated_scan_backward_op(
 
     Chunks are visited from the last to the first; `r` is the gradient of the state at the current chunk's end.
     """
-    V = v_NTV.shape[-1]
+    (N, _, V), K = v_NTV.shape, q_NTK.shape[-1]
     dq_NTK, di_NTK, dv_NTV = empty_like(q_NTK), empty_like(i_NTK), empty_like(v_NTV)
     dlog_f = q_NTK.new_empty(0) if log_f_NTF is None else log_f_NTF.new_empty(log_f_NTF.shape)
-    r_end = torch.zeros_like(end_NKV) if grad_state_NKV is None else grad_state_NKV
+    r_end = states.new_zeros(N, K, V + normalise) if grad_state_NKV is None else grad_state_NKV
     r_NKV, r_NK1 = (x.clone(memory_format=torch.contiguous_format) for x in r_end.split([V, int(normalise)], -1))
-    for part in reversed(_pieces(q_NTK, v_NTV, log_f_NTF, chunk)):
+    for part in reversed(pieces(q_NTK, v_NTV, log_f_NTF, chunk)):
         q, i, v, do = (part.take(x) for x in (q_NTK, i_NTK, v_NTV, grad_NTV))
-        decay = _Decay(None if log_f_NTF is None else part.take(log_f_NTF), q)
+        decay = Decay(None if log_f_NTF is None else part.take(log_f_NTF), q, v)
         rows = decay.rows(q)
         state, z = (part.of(x) for x in (states, sums))
         if normalise:
             assert out_NTV is not None
             do = do / _divisor(part.take(total_NT[..., None]), eps)
             dtotal = (do * part.take(out_NTV)).sum(-1, keepdim=True).neg_()
-        r = decay.after(part.chunks, r_NKV, torch.bmm(rows.mT, do))
+        r = part.after(r_NKV, torch.bmm(rows.mT, do), decay.whole)
         grad, from_state, to_state = torch.bmm(do, v.mT), torch.bmm(do, state.mT), torch.bmm(v, r.mT)
         if normalise:
-            rz = decay.after(part.chunks, r_NK1, (rows * dtotal).sum(1)[..., None])
+            rz = part.after(r_NK1, (rows * dtotal).sum(1)[..., None], decay.whole)
             grad.add_(dtotal)
             from_state.addcmul_(dtotal, z.mT)
             to_state.add_(rz.mT)
-        dq, di, scores = decay.backward(q, i, grad.tril_())
-        dq += decay.rows(from_state)
-        di += decay.columns(to_state)
+        scores = decay.scores(q, i)
         part.put(torch.bmm(scores.mT, do).baddbmm_(decay.columns(i), r), dv_NTV)
-        part.put(dq, dq_NTK)
-        part.put(di, di_NTK)
-        if log_f_NTF is not None:
-            # d/dG of exp(G_i - G_j) is the score itself with sign +1 in row i and -1 in column j: no division by f,
-            # which may be zero. log f_t enters every later G, hence the sums from the end.
-            dG, dG_end = q * dq - i * di, (_next(part, states, end_NKV[..., :V]) * r).sum(-1)[:, None]
+        found = decay.gradients(q, i, scores, grad.tril_(), from_state, to_state)
+        part.put(found.q_NCK, dq_NTK)
+        part.put(found.k_NCK, di_NTK)
+        if found.rows_MCF is not None and found.columns_MCF is not None:
+            grad_state_MK = (state * r).sum(-1)
             if normalise:
-                dG_end += (_next(part, sums, end_NKV[..., V:]) * rz).sum(-1)[:, None]
-            if log_f_NTF.shape[-1] == 1:
-                dG, dG_end = dG.sum(-1, keepdim=True), dG_end.sum(-1, keepdim=True)
-            part.put(dG.flip(1).cumsum(1).flip(1) + dG_end, dlog_f)
+                grad_state_MK.add_((z * rz).sum(-1))
+            part.put(decay.log_gradient(found.rows_MCF, found.columns_MCF, grad_state_MK), dlog_f)
     return dq_NTK, di_NTK, dv_NTV, dlog_f, torch.cat([r_NKV, r_NK1], -1)
 
 
-def _next(part: Piece, states: Tensor, end_NKV: Tensor) -> Tensor:
-    """Return the state after each chunk of a piece `[M, K, V]`."""
-    after = states[part.first + 1 : part.first + part.chunks + 1]
-    if len(after) < part.chunks:
-        after = torch.cat([after, end_NKV[None]])
-    return after.flatten(0, 1)
-
-
 @gated_scan_backward_op.register_fake
-def _(grad, grad_state, q, i, v, log_f, out, end, total, states, sums, normalise, eps, chunk):  # type: ignore[no-untyped-def]
+def _(grad, grad_state, q, i, v, log_f, out, total, states, sums, normalise, eps, chunk):  # type: ignore[no-untyped-def]
     dlog_f = q.new_empty(0) if log_f is None else log_f.new_empty(log_f.shape)
-    return q.new_empty(q.shape), i.new_empty(i.shape), v.new_empty(v.shape), dlog_f, end.new_empty(end.shape)
+    dstate = states.new_empty(len(v), q.shape[-1], v.shape[-1] + normalise)
+    return q.new_empty(q.shape), i.new_empty(i.shape), v.new_empty(v.shape), dlog_f, dstate
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, i, v, log_f, _, normalise, eps, chunk, _ = inputs
-    out, end, *kept = output
-    ctx.save_for_backward(q, i, v, log_f, out if normalise else None, end, *kept)
+    out, _, *kept = output
+    ctx.save_for_backward(q, i, v, log_f, out if normalise else None, *kept)
     ctx.options = (normalise, eps, chunk)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*kept)

@@ -33,6 +33,17 @@ def gated_scan(
     return out_N1V[..., :-1] / total_N11.masked_fill(total_N11 == 0, torch.inf), state_NKV
 
 
+def delta_scan(
+    q_N1K: Tensor, k_N1K: Tensor, v_N1V: Tensor, beta_N11: Tensor, log_f_N1F: Tensor | None, state_NKV: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`S = (I - b k k^T) (f * S) + b k (x) v`, `o = q S`."""
+    if log_f_N1F is not None:
+        state_NKV = log_f_N1F.exp().mT * state_NKV
+    u_N1V = torch.baddbmm(v_N1V, k_N1K, state_NKV, alpha=-1) * beta_N11
+    state_NKV = torch.baddbmm(state_NKV, k_N1K.mT, u_N1V)
+    return torch.bmm(q_N1K, state_NKV), state_NKV
+
+
 def running_softmax(
     p_N1L: Tensor, k_N1L: Tensor, v_N1V: Tensor, a_NL: Tensor, s_NLV: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -31,9 +31,8 @@ from subquad.memory import empty, empty_like
 from subquad.ops._torch.halves import EMPTY as EMPTY
 from subquad.ops._torch.halves import (
     LIMIT,
+    PairWeights,
     decayed_sum,
-    pair_backward,
-    pair_scores,
     power_of_two,
     reference,
     reverse_decayed_sum,
@@ -99,7 +98,7 @@ def safe_forward(
     norm = _Normalisers(k, a_NL)
     carry = norm.carry
     after = torch.baddbmm(s_NLV * carry[:, -1, :, None], norm.source(k).mT, v)
-    out = torch.bmm(carry * p, s_NLV).baddbmm_(pair_scores(p / norm.z, None, k, norm.m), v)
+    out = torch.bmm(carry * p, s_NLV).baddbmm_(PairWeights(k, norm.m, p.dtype).scores(p / norm.z, None), v)
     return out[:, :C], norm.m[:, -1].to(a_NL.dtype) + norm.z[:, -1].to(a_NL.dtype).log(), after
 
 
@@ -118,7 +117,9 @@ def safe_backward(
     do, p, k, v = _whole(do_NCV), _whole(p_NCL), _whole(k_NCL, EMPTY), _whole(v_NCV)
     norm = _Normalisers(k, a_NL)
     carry, source = norm.carry, norm.source(k)
-    dp, dk, scores = pair_backward(p / norm.z, None, k, norm.m, torch.bmm(do, v.mT).tril_())
+    weights, share = PairWeights(k, norm.m, p.dtype), p / norm.z
+    scores = weights.scores(share, None)
+    dp, dk = weights.backward(share, None, torch.bmm(do, v.mT).tril_())
     dp.div_(norm.z).add_(torch.bmm(do, s_NLV.mT).mul_(carry))
     dv = torch.bmm(scores.mT, do).baddbmm_(source, r_NLV)
     dk.add_(torch.bmm(v, r_NLV.mT).mul_(source))

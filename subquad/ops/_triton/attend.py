@@ -46,7 +46,10 @@ RANGES: dict[type[Pattern], Callable[[Any], Range]] = {
     patterns.Prefix: lambda p: Range(prefix=p.length),
     patterns.Segments: lambda p: Range(p.size, p.back * p.size),
     patterns.Shifted: lambda p: Range(p.size, p.back * p.size, offset=p.offset),
-    patterns.Sinks: lambda p: Range(hi_step=p.size, after=-(p.back + 1) * p.size, last=p.count * p.size),
+    **dict.fromkeys(
+        (patterns.Sinks, patterns.SinkTokens),
+        lambda p: Range(hi_step=p.size, after=-(p.back + 1) * p.size, offset=p.offset, last=p.tokens),
+    ),
     patterns.Suffix: lambda p: Range(start=p.start),
     patterns.Window: lambda p: Range(before=p.width - 1),
 }

@@ -1,7 +1,7 @@
 """The gated scan by Triton kernels, with a hand-written backward pass: memory linear in T, one state a chunk.
 
-Shape letters: B batch, H heads, T tokens, K key channels, V value channels, F = 1 or K decays; W = V, or V + 1 if
-normalised: states then hold the sums of the inputs as a last channel.
+Shape letters: B batch, H heads, G groups of heads, T tokens, K key channels, V value channels, F = 1 or K decays;
+W = V, or V + 1 if normalised: states then hold the sums of the inputs as a last channel.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from subquad.ops._triton import common
 from subquad.ops._triton.scan_backward_kernels import gradients_kernel, totals_kernel, value_gradients_kernel
 from subquad.ops._triton.scan_kernels import outputs_kernel, states_kernel, step_kernel
+from subquad.ops.groups import share_of
 
 
 class Tiles(NamedTuple):
@@ -59,9 +60,16 @@ def state_dtype(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
-def by_token(like: Tensor, B: int, H: int, T: int, L: int) -> Tensor:
+def by_token(like: Tensor, B: int, H: int, T: int, L: int, dtype: torch.dtype | None = None) -> Tensor:
     """Return an empty `[B, H, T, L]` stored as `[B, T, H, L]`, so that a layer joins heads without a copy."""
-    return like.new_empty(B, T, H, L).transpose(1, 2)
+    return like.new_empty(B, T, H, L, dtype=dtype or like.dtype).transpose(1, 2)
+
+
+def by_groups(x_BHTK: Tensor, like: Tensor) -> Tensor:
+    """Return the sums of the heads of each group, as `[B, G, T, K]` of `like`; the same tensor if a group is a head."""
+    if x_BHTK.shape[1] == like.shape[1]:
+        return x_BHTK
+    return by_token(like, *like.shape).copy_(x_BHTK.unflatten(1, (like.shape[1], -1)).sum(2))
 
 
 class Inputs:
@@ -79,6 +87,7 @@ class Inputs:
         tiles = TILES if common.card(q.device).capability >= (9, 0) else BELOW_HOPPER
         self.tiles = tiles[self.precision, self.decay == "channel"]
         (self.B, self.H, self.T, self.V), self.K = v.shape, q.shape[-1]
+        self.share = share_of(q.shape[1], self.H)
         self.heads, self.chunks = self.B * self.H, -(-self.T // self.tiles.rows)
 
     def constants(self, *others: Tensor) -> dict[str, Any]:
@@ -89,6 +98,7 @@ class Inputs:
             "K": self.K,
             "V": self.V,
             "DECAY": self.decay,
+            "SHARE": self.share,
             "NORMALISE": self.normalise,
             "C": self.tiles.rows,
             "PRECISION": common.float32_products() if self.precision == "ieee" else self.precision,
@@ -154,6 +164,7 @@ def take_step(x: Inputs, first: Tensor | None, out: Tensor, last: Tensor, eps: f
         K=x.K,
         V=x.V,
         DECAY=x.decay,
+        SHARE=x.share,
         NORMALISE=x.normalise,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
@@ -185,7 +196,12 @@ def launch_gradients(
     """Return gradients of q, i, v, log f (empty if None), from states at chunk starts and gradients at chunk ends."""
     block_k, tiles_k = _fit(x.K, x.tiles.gradients_k)
     block_v, _ = _fit(x.V, x.tiles.gradients_v)
-    dq, di, dv = (by_token(like, *like.shape) for like in (x.q, x.i, x.v))
+    dq, di = (
+        # Sums over the heads of a group are made in float32.
+        by_token(like, x.B, x.H, x.T, x.K, like.dtype if x.share == 1 else torch.float32)
+        for like in (x.q, x.i)
+    )
+    dv = by_token(x.v, *x.v.shape)
     if x.log_f is None:
         dlog_f = grad.new_empty(0)
     elif x.decay == "channel":
@@ -211,7 +227,7 @@ def launch_gradients(
     if x.decay == "head":
         assert x.log_f is not None
         dlog_f = dlog_f.sum(0)[..., None].to(x.log_f.dtype).transpose(1, 2)
-    return dq, di, dv, dlog_f
+    return by_groups(dq, x.q), by_groups(di, x.i), dv, dlog_f
 
 
 def _value_gradients(x: Inputs, grad: Tensor, total: Tensor, end_states: Tensor, dv: Tensor) -> None:
@@ -230,8 +246,8 @@ def _value_gradients(x: Inputs, grad: Tensor, total: Tensor, end_states: Tensor,
 
 
 def gated_scan(
-    q_BHTK: Tensor,
-    i_BHTK: Tensor,
+    q_BGTK: Tensor,
+    i_BGTK: Tensor,
     v_BHTV: Tensor,
     log_f_BHTF: Tensor | None,
     state_BHKW: Tensor | None,
@@ -247,19 +263,19 @@ def gated_scan(
 
     Raises `ValueError` for other dtypes and for devices without Triton.
     """
-    tensors = [x for x in (q_BHTK, i_BHTK, v_BHTV, log_f_BHTF) if x is not None]
+    tensors = [x for x in (q_BGTK, i_BGTK, v_BHTV, log_f_BHTF) if x is not None]
     common.check_device("gated_scan", *tensors)
     state = None if state_BHKW is None else state_BHKW.float()
     tensors += [] if state is None else [state]
     save = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    out, after, *_ = gated_scan_triton(q_BHTK, i_BHTK, v_BHTV, log_f_BHTF, state, mask_BT, normalise, eps, save)
+    out, after, *_ = gated_scan_triton(q_BGTK, i_BGTK, v_BHTV, log_f_BHTF, state, mask_BT, normalise, eps, save)
     return out, after
 
 
 @torch.library.custom_op("subquad::gated_scan_triton", mutates_args=())
 def gated_scan_triton(
-    q_BHTK: Tensor,
-    i_BHTK: Tensor,
+    q_BGTK: Tensor,
+    i_BGTK: Tensor,
     v_BHTV: Tensor,
     log_f_BHTF: Tensor | None,
     state_BHKW: Tensor | None,
@@ -269,7 +285,7 @@ def gated_scan_triton(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return outputs, final state and, if `save`, totals, states and sums of inputs before each chunk (else empty)."""
-    x = Inputs(q_BHTK, i_BHTK, v_BHTV, log_f_BHTF, mask_BT, normalise)
+    x = Inputs(q_BGTK, i_BGTK, v_BHTV, log_f_BHTF, mask_BT, normalise)
     first = None if state_BHKW is None else state_BHKW.contiguous()
     out, last = by_token(x.v, *x.v.shape), x.v.new_empty(x.B, x.H, x.K, x.V + normalise, dtype=torch.float32)
     if x.T == 1 and not save:  # decoding: one launch, and no state between chunks
@@ -298,8 +314,8 @@ def _(q, i, v, log_f, state, mask, normalise, eps, save):  # type: ignore[no-unt
 def gated_scan_triton_backward(
     grad_BHTV: Tensor,
     grad_state_BHKW: Tensor | None,
-    q_BHTK: Tensor,
-    i_BHTK: Tensor,
+    q_BGTK: Tensor,
+    i_BGTK: Tensor,
     v_BHTV: Tensor,
     log_f_BHTF: Tensor | None,
     mask_BT: Tensor | None,
@@ -310,7 +326,7 @@ def gated_scan_triton_backward(
     normalise: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, i, v, log f (empty if None) and the initial state."""
-    x, grad = Inputs(q_BHTK, i_BHTK, v_BHTV, log_f_BHTF, mask_BT, normalise), common.rows(grad_BHTV)
+    x, grad = Inputs(q_BGTK, i_BGTK, v_BHTV, log_f_BHTF, mask_BT, normalise), common.rows(grad_BHTV)
     dstate = grad.new_empty(x.B, x.H, x.K, x.V + normalise, dtype=torch.float32)
     dlast = None if grad_state_BHKW is None else grad_state_BHKW.contiguous()
     totals = total_BHT, total_gradients(x, grad, out_BHTV, total_BHT)

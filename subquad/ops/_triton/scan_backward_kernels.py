@@ -111,8 +111,8 @@ def gradients_kernel(
     v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_t: tl.int64,
     log_f_stride_b: tl.int64, log_f_stride_h: tl.int64, log_f_stride_t: tl.int64,
     grad_stride_b: tl.int64, grad_stride_h: tl.int64, grad_stride_t: tl.int64,
-    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr, C: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WITH_V: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, NORMALISE: tl.constexpr,
+    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WITH_V: tl.constexpr, PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of q, i and log f for a tile of a chunk's key channels; WITH_V (one tile holds all): v's too.
@@ -129,8 +129,8 @@ def gradients_kernel(
     exists_C = row_C < T - start
     real_C = real_rows(mask, n, H, T, start, row_C)
     first_row = (n // H).to(tl.int64) * T + start
-    q = of_head(q, n, H, q_stride_b, q_stride_h, ALIGNED) + start * q_stride_t
-    i = of_head(i, n, H, i_stride_b, i_stride_h, ALIGNED) + start * i_stride_t
+    q = of_head(q, n // SHARE, H // SHARE, q_stride_b, q_stride_h, ALIGNED) + start * q_stride_t
+    i = of_head(i, n // SHARE, H // SHARE, i_stride_b, i_stride_h, ALIGNED) + start * i_stride_t
     v = of_head(v, n, H, v_stride_b, v_stride_h, ALIGNED) + start * v_stride_t
     grad = of_head(grad, n, H, grad_stride_b, grad_stride_h, ALIGNED) + start * grad_stride_t
     q_CK = read(q, row_C, q_stride_t, k_K, real_C, K)
@@ -216,8 +216,8 @@ def value_gradients_kernel(
     i_stride_b: tl.int64, i_stride_h: tl.int64, i_stride_t: tl.int64,
     log_f_stride_b: tl.int64, log_f_stride_h: tl.int64, log_f_stride_t: tl.int64,
     grad_stride_b: tl.int64, grad_stride_h: tl.int64, grad_stride_t: tl.int64,
-    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr, C: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, NORMALISE: tl.constexpr,
+    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of v for a tile of value channels of one chunk, if several tiles hold the key channels."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -228,8 +228,8 @@ def value_gradients_kernel(
     v_V = v_tile * BLOCK_V + tl.arange(0, BLOCK_V)
     row_C = tl.arange(0, C)
     real_C = real_rows(mask, n, H, T, start, row_C)
-    q = of_head(q, n, H, q_stride_b, q_stride_h, ALIGNED) + start * q_stride_t
-    i = of_head(i, n, H, i_stride_b, i_stride_h, ALIGNED) + start * i_stride_t
+    q = of_head(q, n // SHARE, H // SHARE, q_stride_b, q_stride_h, ALIGNED) + start * q_stride_t
+    i = of_head(i, n // SHARE, H // SHARE, i_stride_b, i_stride_h, ALIGNED) + start * i_stride_t
     grad = of_head(grad, n, H, grad_stride_b, grad_stride_h, ALIGNED) + start * grad_stride_t
     if DECAY != "none":
         log_f = of_head(log_f, n, H, log_f_stride_b, log_f_stride_h, ALIGNED and DECAY == "channel")

@@ -10,8 +10,8 @@ Matrix products round their operands as tensor cores do (PRECISION): `bf16` for 
 because sums over a long past leave float16's range; `ieee` for plain float32. Accumulators are always float32.
 
 Shape letters: C rows of a chunk, K key channels, V value channels, L either. q, i, v and log f are read with their
-strides, so no layout is copied first; the others are contiguous: outputs `[B, T, H, .]`, totals `[B, H, T]`, states
-`[B, H, chunks, K, V]`.
+strides, so no layout is copied first, and SHARE neighbouring heads read the same q and i; the others are contiguous:
+outputs `[B, T, H, .]`, totals `[B, H, T]`, states `[B, H, chunks, K, V]`.
 """
 
 from __future__ import annotations
@@ -290,8 +290,9 @@ def states_kernel(
     a_stride_b: tl.int64, a_stride_h: tl.int64, a_stride_t: tl.int64,
     b_stride_b: tl.int64, b_stride_h: tl.int64, b_stride_t: tl.int64,
     log_f_stride_b: tl.int64, log_f_stride_h: tl.int64, log_f_stride_t: tl.int64,
-    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr, BACKWARD: tl.constexpr,
-    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, NORMALISE: tl.constexpr,
+    BACKWARD: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Walk over the chunks: `S <- decay * S + (a * decay)^T b` from `first` to `last`, storing S before each chunk.
 
@@ -308,7 +309,7 @@ def states_kernel(
     v_V = v_tile * BLOCK_V + tl.arange(0, BLOCK_V)
     row_C = tl.arange(0, C)
     inside_KV = (k_K < K)[:, None] & (v_V < V)[None, :]
-    a = of_head(a, n, H, a_stride_b, a_stride_h, ALIGNED)
+    a = of_head(a, n // SHARE, H // SHARE, a_stride_b, a_stride_h, ALIGNED)
     b = of_head(b, n, H, b_stride_b, b_stride_h, ALIGNED)
     if DECAY != "none":
         log_f = of_head(log_f, n, H, log_f_stride_b, log_f_stride_h, ALIGNED and DECAY == "channel")
@@ -363,8 +364,8 @@ def outputs_kernel(
     i_stride_b: tl.int64, i_stride_h: tl.int64, i_stride_t: tl.int64,
     v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_t: tl.int64,
     log_f_stride_b: tl.int64, log_f_stride_h: tl.int64, log_f_stride_t: tl.int64,
-    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr, C: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, NORMALISE: tl.constexpr,
+    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute one chunk's outputs and totals: the sums of weights plus eps, or infinity if that is zero.
 
@@ -378,8 +379,8 @@ def outputs_kernel(
     v_V = v_tile * BLOCK_V + tl.arange(0, BLOCK_V)
     row_C = tl.arange(0, C)
     real_C = real_rows(mask, n, H, T, start, row_C)
-    q = of_head(q, n, H, q_stride_b, q_stride_h, ALIGNED) + start * q_stride_t
-    i = of_head(i, n, H, i_stride_b, i_stride_h, ALIGNED) + start * i_stride_t
+    q = of_head(q, n // SHARE, H // SHARE, q_stride_b, q_stride_h, ALIGNED) + start * q_stride_t
+    i = of_head(i, n // SHARE, H // SHARE, i_stride_b, i_stride_h, ALIGNED) + start * i_stride_t
     v = of_head(v, n, H, v_stride_b, v_stride_h, ALIGNED) + start * v_stride_t
     if DECAY != "none":
         log_f = of_head(log_f, n, H, log_f_stride_b, log_f_stride_h, ALIGNED and DECAY == "channel")
@@ -405,8 +406,8 @@ def step_kernel(
     q, i, v, log_f, mask, before, out, after, eps, H,
     q_stride_b: tl.int64, q_stride_h: tl.int64, i_stride_b: tl.int64, i_stride_h: tl.int64, v_stride_b: tl.int64,
     v_stride_h: tl.int64, log_f_stride_b: tl.int64, log_f_stride_h: tl.int64,
-    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, NORMALISE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Compute one token's output and the state after it, in one launch: decoding waits for launches, not arithmetic."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -416,8 +417,8 @@ def step_kernel(
     real = True
     if mask is not None:
         real = tl.load(mask + n // H) != 0
-    q = of_head(q, n, H, q_stride_b, q_stride_h, False)
-    i = of_head(i, n, H, i_stride_b, i_stride_h, False)
+    q = of_head(q, n // SHARE, H // SHARE, q_stride_b, q_stride_h, False)
+    i = of_head(i, n // SHARE, H // SHARE, i_stride_b, i_stride_h, False)
     v = of_head(v, n, H, v_stride_b, v_stride_h, False)
     if DECAY != "none":
         log_f = of_head(log_f, n, H, log_f_stride_b, log_f_stride_h, False)

@@ -2,7 +2,7 @@
 
 from subquad.ops.patterns.base import Pattern
 from subquad.ops.patterns.local import Band, Blocks, Causal, Full, Prefix, Segments, Shifted, Suffix, Window
-from subquad.ops.patterns.sparse import Dilated, DilatedBand, Globals, Random, Sinks, Strided
+from subquad.ops.patterns.sparse import Dilated, DilatedBand, Globals, Random, Sinks, SinkTokens, Strided
 
 __all__ = [
     "Band",
@@ -17,6 +17,7 @@ __all__ = [
     "Random",
     "Segments",
     "Shifted",
+    "SinkTokens",
     "Sinks",
     "Strided",
     "Suffix",

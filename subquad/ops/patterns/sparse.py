@@ -39,24 +39,61 @@ class Sinks(Pattern):
     back: int
     size: int = 1
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the first blocks."""
+        return self.count * self.size
+
+    @property
+    def offset(self) -> int:
+        """Tokens missing from the first block."""
+        return 0
+
+    def block(self, position: Number) -> Number:
+        """Return the number of the block that holds a position."""
+        return (position + self.offset) // self.size
+
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """`block(k) < count` and `block(k) < block(q) - back`."""
-        k_block = k_pos // self.size
-        return (k_block < self.count) & (k_block < q_pos // self.size - self.back)
+        """`k < tokens` and `block(k) < block(q) - back`."""
+        return (k_pos < self.tokens) & (self.block(k_pos) < self.block(q_pos) - self.back)
+
+    def seen(self, query: int) -> int:
+        """Return how many tokens a query sees, from the first on."""
+        return max(0, min(self.tokens, (self.block(query) - self.back) * self.size - self.offset))
 
     def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
-        """Keys up to the last block that the last query sees."""
-        return 0, max(0, min(self.count, (q_stop - 1) // self.size - self.back)) * self.size
+        """Keys up to the last one that the last query sees."""
+        return 0, self.seen(q_stop - 1)
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
         """Cut between queries that see no block, some blocks and all blocks."""
-        return _near_and_far(
-            self.size, (self.back + 1) * self.size, (self.count + self.back) * self.size, q_start, q_stop
-        )
+        some, every = (((b + self.back + 1) * self.size - self.offset) for b in (0, self.block(self.tokens - 1)))
+        return _near_and_far(self.size, some, every, q_start, q_stop)
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
         """True for keys of the first blocks that are far enough from the first query."""
-        return k_stop <= min(self.count, max(0, q_start // self.size - self.back)) * self.size
+        return k_stop <= self.seen(q_start)
+
+
+@dataclass(frozen=True)
+class SinkTokens(Sinks):
+    """The first `count` tokens, in blocks of `size` of which the first lacks `offset`, more than `back` blocks before.
+
+    Disjoint from `Segments(size, back)` and, with `offset` = size - shift, from `Shifted(size, back, shift)`.
+    """
+
+    may_be_zero: ClassVar[tuple[str, ...]] = ("count", "back", "offset")
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.offset >= self.size:
+            raise ValueError(f"SinkTokens.offset must be below its size {self.size}, got {self.offset}")
+
+    @property
+    def tokens(self) -> int:
+        """`count` tokens."""
+        return self.count
 
 
 @dataclass(frozen=True)

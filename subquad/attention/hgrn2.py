@@ -1,0 +1,74 @@
+"""HGRN2: a gated recurrence whose keys are what it forgets (Qin et al. 2024, arXiv:2404.07904, section 3).
+
+    S_t = diag(f_t) S_{t-1} + (1 - f_t) (x) i_t,    o_t = g_t S_t,    y_t = W_o rmsnorm(o_t)
+    f_t = b + (1 - b) sigmoid(W_f x_t),    i_t = silu(W_i x_t),    g_t = sigmoid(W_g x_t)
+
+The state is a mean of the inputs i, channel by channel, and the output gate g is its query. The paper's equations are
+followed; the authors' language models take the silu of W_g x and leave i linear, and norm all heads together.
+
+b, the least that a channel keeps, grows with the layers: higher ones remember longer. In the paper the b of all layers
+are the running sums of one softmax over layers, and the first layer's is 0. Here each layer learns its own b, the
+sigmoid of a parameter, from where that softmax begins: l / L in layer l = 1, 2, ... of L. Layer 0, and a layer that is
+in no model, have b = 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from subquad.attention.base import takes_options
+from subquad.attention.recurrence import Recurrence
+from subquad.attention.recurrent import RecurrentAttention
+from subquad.state import State
+
+
+class Hgrn2(RecurrentAttention):
+    """Every earlier token, in means of each channel that tokens renew."""
+
+    name = "hgrn2"
+    summary = "every earlier token, in means that tokens renew"
+    paper = "Qin et al. 2024, arXiv:2404.07904"
+    bound: nn.Parameter | None
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(RecurrentAttention.Config):
+        """Options of HGRN2."""
+
+    config: Config
+
+    @takes_options(Config)
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.register_parameter("bound", None)
+
+    def place(self, layer: int, layers: int) -> None:
+        """Let b begin at `layer / layers`; it stays 0 in layer 0."""
+        if layer:
+            logit = math.log(layer / (layers - layer))
+            self.bound = nn.Parameter(torch.full((self.config.keys * self.config.num_heads,), logit))
+
+    @property
+    def decays(self) -> int:
+        """Decays of a head: one for each key channel."""
+        return self.config.keys
+
+    def recurrence(
+        self, x_BTD: Tensor, state: State | None = None, lengths_B: Tensor | None = None
+    ) -> tuple[Recurrence, Tensor | None]:
+        """Return the gated scan with decays by channel, whose keys are 1 less them."""
+        q_BHTK, z_BHTK, v_BHTV, _ = self.projected(x_BTD, state, lengths_B)
+        wide = torch.promote_types(z_BHTK.dtype, torch.float32)
+        k_BHTK = (-z_BHTK.to(wide)).sigmoid()
+        if self.bound is None:
+            log_f_BHTK = F.logsigmoid(z_BHTK.to(wide))
+        else:
+            k_BHTK = (-self.bound.to(wide)).sigmoid().view(-1, 1, self.config.keys) * k_BHTK
+            # As 1 - k: near 1, where the bounds of higher layers are, f itself would lose what sets it apart from 1. If
+            # k rounds to 1, the logarithm stays finite.
+            log_f_BHTK = torch.log1p(-k_BHTK.clamp(max=1 - torch.finfo(wide).eps))
+        return Recurrence(q_BHTK.sigmoid(), k_BHTK, F.silu(v_BHTV), log_f_BHTK), None

@@ -1,0 +1,87 @@
+"""Engine C, the delta scan: a recurrence that writes what its state does not predict yet.
+
+Shape letters: B batch, H heads, G groups of heads, T tokens, K key channels, V value channels, F = 1 or K decays.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from subquad.ops import _reference as reference
+from subquad.ops._sequential import scan as sequential
+from subquad.ops._torch import delta as chunked
+from subquad.ops._torch import single
+from subquad.ops.backends import choose, without_autocast
+from subquad.ops.groups import by_heads, share_of
+from subquad.ops.scan import (
+    FORGET_ALL,
+    ScanOutput,
+    check_before,
+    check_scan,
+    chunk_of,
+    masked,
+    wide_of,
+    zero_padding,
+)
+
+BACKENDS = ("reference", "torch", "sequential")
+
+
+@without_autocast
+def delta_scan(
+    q_BGTK: Tensor,
+    k_BGTK: Tensor,
+    v_BHTV: Tensor,
+    beta_BHT1: Tensor,
+    log_f_BHTF: Tensor | None,
+    /,
+    *,
+    state: Tensor | None = None,
+    mask: Tensor | None = None,
+    chunk_size: int | None = None,
+    backend: str | None = None,
+) -> ScanOutput:
+    """`S_t = (I - b_t k_t k_t^T) (f_t * S_{t-1}) + b_t k_t (x) v_t`, `o_t = q_t S_t`: the delta rule, with decays.
+
+    For keys of length 1, `b_t` is how much of what the state holds for `k_t` gives way to `v_t`. Nothing is scaled
+    here. The state stays bounded if `b_t |k_t|^2` is at most 2; beyond, it may overflow, and the outputs of earlier
+    tokens keep their bits. (Yang et al. 2024, arXiv:2406.06484, equation 1; with decays by head arXiv:2412.06464,
+    equation 10, by channel arXiv:2510.26692, equation 1.)
+
+    Args:
+        q_BGTK: queries; each is that of H / G neighbouring heads, whose scores are computed once.
+        k_BGTK: keys.
+        v_BHTV: values.
+        beta_BHT1: strengths of writing, in [0, 2], which is not checked.
+        log_f_BHTF: natural log of the decays, one per channel (F = K) or per head (F = 1), or None for f = 1. Must be
+            at most 0, which is not checked; -inf forgets everything.
+        state: the state that this function returned for the earlier tokens.
+        mask: bool `[B, T]`, True for a real token: padding leaves the state unchanged and gives zeros.
+        chunk_size: tokens per chunk (rounded up to a power of two if there are decays), or between the states that
+            `sequential` keeps for its backward pass (None: about sqrt(T)); changes only the order of summation.
+        backend: `reference` (token by token, the definition), `torch` (chunks; the default), `sequential` (token by
+            token in the memory of one state, or of 2 sqrt(T) states in training).
+
+    Raises `ValueError` and `TypeError` for invalid shapes and options.
+    """
+    B, H, T, K, V = check_scan(("q", q_BGTK), ("k", k_BGTK), v_BHTV, log_f_BHTF)
+    if beta_BHT1.shape != (B, H, T, 1):
+        raise ValueError(f"beta must have shape {(B, H, T, 1)}, got {tuple(beta_BHT1.shape)}")
+    chunk = chunk_of(chunk_size, chunked.CHUNK)
+    tensors = [q_BGTK, k_BGTK, v_BHTV, beta_BHT1] + ([] if log_f_BHTF is None else [log_f_BHTF])
+    wide, name = wide_of(*tensors), choose("delta_scan", backend, BACKENDS, "torch")
+    check_before(state, mask, (B, H, K, V), T)
+    q, k, v, beta, *rest = (x.flatten(0, 1) for x in masked(tensors, mask, wide, (0.0,) * 5))
+    log_f = rest[0].clamp(min=FORGET_ALL) if rest else None
+    s = v.new_zeros(B * H, K, V) if state is None else state.flatten(0, 1).to(wide)
+    if name == "reference" or (name == "torch" and T == 1):
+        scan, share = (reference if name == "reference" else single).delta_scan, share_of(q_BGTK.shape[1], H)
+        out, s = scan(by_heads(q, share), by_heads(k, share), v, beta, log_f, s)
+    elif name == "sequential":
+        out, s = sequential.scan(q, k, v, beta, log_f, s, chunk_size)
+    else:
+        save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, beta, s, *rest))
+        out, s, _ = chunked.delta_scan_op(q, k, v, beta, log_f, s, chunk, save)
+    out = out.unflatten(0, (B, H)).to(v_BHTV.dtype)
+    return ScanOutput(zero_padding(out, mask), s.unflatten(0, (B, H)))

@@ -1,0 +1,22 @@
+import torch
+from torch.nn import functional as F
+
+from subquad import attention
+from subquad.testing import AttentionContract, assert_same_maths
+
+
+class TestKda(AttentionContract):
+    name = "kda"
+
+
+def test_a_channel_decays_at_a_rate_of_its_own():
+    torch.manual_seed(0)
+    layer = attention.build("kda", dim=16, num_heads=2).double()
+    x = torch.randn(1, 6, 16, dtype=torch.float64)
+    scan, _ = layer.recurrence(x)
+    step = F.softplus(layer.decay_up(layer.decay_down(x)) + layer.rate.step_bias)[0, :, 8:]
+    assert_same_maths(scan.log_f_BHTF[0, 1], -layer.rate.log_rate[1].exp() * step)
+    row, k, b = scan.q_BGTK[0, 1, 5], scan.k_BGTK[0, 1], scan.beta_BHT1[0, 1]
+    for t in (5, 4, 3):
+        row = (row - b[t] * (row @ k[t]) * k[t]) * scan.log_f_BHTF[0, 1, t].exp()
+    assert_same_maths(scan.weights()[0, 1, 5, 2], (row @ k[2] * b[2])[0])

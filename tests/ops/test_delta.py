@@ -1,0 +1,158 @@
+"""The delta scan: what only it promises (its equations: test_scan.py)."""
+
+import re
+
+import pytest
+import torch
+
+from subquad.ops import delta_scan, gated_scan
+from subquad.ops._torch import delta as module
+from subquad.testing import LOW_PRECISION, assert_exact, assert_same_maths
+from tests.ops.cases import assert_all_in_budget, assert_all_same_maths, delta_by_token, differentiated, normal
+
+BACKENDS = ("torch", "reference", "sequential")
+forms = pytest.mark.parametrize("form", BACKENDS)
+
+
+def unit(*shape, seed):
+    x = normal(*shape, seed=seed)
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+def test_the_delta_scan_by_hand():
+    # S = 2, decayed to 1, predicts 3 for the key 3; a quarter of the error 7 - 3, times the key, is written.
+    q, k, v, beta, log_f, before = (torch.full((1, 1, 1, 1), x).double() for x in (5, 3, 7, 0.25, 0, 2))
+    out, state = delta_scan(q, k, v, beta, log_f - torch.tensor(2.0).log(), state=before, backend="reference")
+    assert_same_maths(state.flatten(), torch.tensor([1 + 3 * 0.25 * 4], dtype=torch.float64))
+    assert_same_maths(out, 5 * state)
+
+
+@forms
+def test_the_decay_comes_before_the_delta(form):
+    q, k, v = unit(1, 1, 40, 4, seed=1), unit(1, 1, 40, 4, seed=2), normal(1, 1, 40, 3, seed=3)
+    beta, log_f = normal(1, 1, 40, 1, seed=4).sigmoid(), -normal(1, 1, 40, 4, seed=5).abs()
+    S = torch.zeros(4, 3, dtype=torch.float64)
+    for t in range(40):
+        k_t, b = k[0, 0, t, :, None], beta[0, 0, t]
+        S = (torch.eye(4) - b * k_t @ k_t.mT) @ (log_f[0, 0, t, :, None].exp() * S) + b * k_t * v[0, 0, t]
+    assert_same_maths(delta_scan(q, k, v, beta, log_f, backend=form).state[0, 0], S)
+
+
+@forms
+def test_orthogonal_keys_make_a_gated_scan(form):
+    k = torch.eye(8, dtype=torch.float64).expand(1, 2, 8, 8)
+    q, v, beta = normal(1, 2, 8, 8, seed=1), normal(1, 2, 8, 5, seed=2), normal(1, 2, 8, 1, seed=3).sigmoid()
+    assert_same_maths(delta_scan(q, k, v, beta, None, backend=form).out, gated_scan(q, k, beta * v, None).out)
+
+
+@forms
+def test_a_key_that_is_written_again_is_overwritten(form):
+    k = unit(1, 1, 1, 6, seed=1).expand(1, 1, 100, 6)
+    v = normal(1, 1, 100, 3, seed=2)
+    assert_same_maths(delta_scan(k, k, v, torch.ones_like(v[..., :1]), None, backend=form).out, v)
+
+
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+def test_equal_keys_are_solved_by_substitution(beta, dtype):
+    k = unit(1, 1, 1, 64, seed=1).expand(1, 1, 128, 64)
+    inputs = [x.to(dtype) for x in (normal(1, 1, 128, 64, seed=2), k, normal(1, 1, 128, 64, seed=3))]
+    inputs.append(torch.full_like(inputs[0][..., :1], beta))
+    exact, plain = (differentiated(delta_by_token, x) for x in ([x.double() for x in inputs], inputs))
+    actual = differentiated(lambda *x: delta_scan(*x, None)[:1], inputs)
+    for results in (actual, plain, exact):
+        del results[1]  # the queries' gradient: a sum of a chunk's u, where a token's state has one
+    assert_all_in_budget(actual, plain, exact, dtype)
+
+
+@forms
+@pytest.mark.parametrize("at", [0, 3, 20, 63, 64, 100])
+@pytest.mark.parametrize("what", ["keys", "values"])
+def test_an_overflow_leaves_earlier_rows_their_bits(form, at, what):
+    q, k, v = (normal(1, 2, 130, n, seed=n, dtype=torch.float32) for n in (8, 8, 5))
+    k, beta = k / k.norm(dim=-1, keepdim=True), torch.ones_like(v[..., :1])
+    before = delta_scan(q, k, v, beta, None, backend=form).out[:, :, :at]
+    (k if what == "keys" else v)[:, :, at:] *= 1e38 if what == "keys" else 1e39
+    out, state = delta_scan(q, k, v, beta, None, backend=form)
+    assert_exact(out[:, :, :at], before)
+    assert not state.isfinite().all()
+
+
+def test_beta_of_another_shape_is_refused():
+    x = torch.ones(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=re.escape("beta must have shape (1, 2, 3, 1), got (1, 2, 3, 4)")):
+        delta_scan(x, x, x, x, None)
+
+
+def test_kernels_are_not_promised():
+    x = torch.ones(1, 2, 3, 4)
+    with pytest.raises(
+        ValueError, match="delta_scan has no backend 'triton' here; it has reference, torch, sequential"
+    ):
+        delta_scan(x, x, x, x[..., :1], None, backend="triton")
+
+
+# Planted bugs: each is caught by a comparison with the definition.
+
+solve, Decay = module._solve, module.Decay
+
+
+def neumann_series(A_NCC, x_NCV, *, transposed=False):
+    """Sum `(-A)^n x` by doubling: right in exact arithmetic, and A^64 is zero."""
+    A_NCC = -A_NCC.tril(-1)
+    power, y = A_NCC.mT if transposed else A_NCC, x_NCV
+    for _ in range(6):
+        y, power = y + power @ y, power @ power
+    return y
+
+
+class DeltaBeforeDecay(Decay):
+    def rows(self, q_NCK):
+        return super().rows(q_NCK) / (1 if self.G is None else self.G.diff(dim=1, prepend=0 * self.G[:, :1]).exp())
+
+
+class TriangleWithoutDecay(Decay):
+    def scores(self, q_NCK, k_NCK):
+        return torch.bmm(q_NCK, k_NCK.mT).tril_() if q_NCK is k_NCK else super().scores(q_NCK, k_NCK)
+
+
+class TriangleWithoutGradient(Decay):
+    def gradients(self, q_NCK, k_NCK, scores, grad, *states):
+        return super().gradients(q_NCK, k_NCK, scores, grad * (q_NCK is not k_NCK), *states)
+
+
+class DecayOfColumnsWithoutGradient(Decay):
+    def gradients(self, *inputs):
+        found = super().gradients(*inputs)
+        return found if found.columns_MCF is None else found._replace(columns_MCF=0 * found.columns_MCF)
+
+
+BUGS = {
+    "transposed": ("_solve", lambda A, x, *, transposed=False: solve(A, x, transposed=not transposed)),
+    "not transposed": ("_solve", lambda A, x, *, transposed=False: solve(A, x)),
+    "inverse squared": ("_solve", lambda A, x, *, transposed=False: solve(A, solve(A, x), transposed=transposed)),
+    "delta before decay": ("Decay", DeltaBeforeDecay),
+    "triangle without decay": ("Decay", TriangleWithoutDecay),
+    "triangle without gradient": ("Decay", TriangleWithoutGradient),
+    "decay without gradient": ("Decay", DecayOfColumnsWithoutGradient),
+}
+
+
+@pytest.mark.parametrize("bug", [None, *BUGS])
+def test_planted_bugs_are_caught(bug, monkeypatch):
+    q, k, v = normal(1, 2, 70, 6, seed=1), unit(1, 2, 70, 6, seed=2), normal(1, 2, 70, 5, seed=3)
+    inputs = [q, k, v, 2 * normal(1, 2, 70, 1, seed=4).sigmoid(), -normal(1, 2, 70, 1, seed=5).abs()]
+    if bug is not None:
+        monkeypatch.setattr(module, *BUGS[bug])
+    results = [differentiated(lambda *x, f=form: delta_scan(*x, backend=f), inputs) for form in ("torch", "reference")]
+    if bug is None:
+        assert_all_same_maths(*results)
+        return
+    with pytest.raises(AssertionError):
+        assert_all_same_maths(*results)
+
+
+def test_a_series_for_the_triangle_is_caught(monkeypatch):
+    monkeypatch.setattr(module, "_solve", neumann_series)
+    with pytest.raises(AssertionError, match="exceeds"):
+        test_equal_keys_are_solved_by_substitution(2.0, torch.float32)
