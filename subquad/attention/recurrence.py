@@ -63,10 +63,10 @@ class Recurrence(NamedTuple):
         scan, which mixes them, a matrix `[K, K]` a head.
         """
         if self.beta_BHT1 is None:
-            return prefix(decayed_sum(self.k_BGTK, self.written(), self.log_f_BHTF), _after_decays, (0.0, 0.0), group)[
-                1
-            ]
-        return prefix(self._transition(), _after_transitions, (0.0, 0.0), group)[1]
+            summary, merge = decayed_sum(self.k_BGTK, self.written(), self.log_f_BHTF), _after_decays
+        else:
+            summary, merge = self._transition(), _after_transitions
+        return prefix(summary, merge, (0.0, 0.0), group)[1]
 
     def _transition(self) -> tuple[Tensor, Tensor]:
         """Return what these tokens make of an earlier state, less the identity, `[B, H, K, K]`, and their own state."""

@@ -5,6 +5,7 @@ Shape letters: B batch, T tokens, D model width, H heads, K key channels, V valu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -233,7 +234,7 @@ class DeltaAttention(RecurrentAttention):
 
 def of_unit_length(x_BHTK: Tensor) -> Tensor:
     """`x / sqrt(|x|^2 + 1e-6)` over the channels of a head, in float32 or wider."""
-    x = x_BHTK.to(torch.promote_types(x_BHTK.dtype, torch.float32))
+    x = widened(x_BHTK)
     return x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
 
 
@@ -248,7 +249,7 @@ class DecayRate(nn.Module):
         super().__init__()
         self.channels = channels
         self.log_rate = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
-        step = torch.empty(heads * channels).uniform_(-6.907755, -2.302585).exp()
+        step = torch.empty(heads * channels).uniform_(math.log(0.001), math.log(0.1)).exp()
         self.step_bias = nn.Parameter(step + (-torch.expm1(-step)).log())  # the inverse of softplus
 
     def forward(self, z_BTC: Tensor) -> Tensor:
