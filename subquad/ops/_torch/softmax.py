@@ -159,7 +159,7 @@ class _Piece:
         torch.mul(self.s, self.z_PNL[0, ..., None], out=self.sums_PNLV[0])
         sums_MLV = self.sums_PNLV[:-1].flatten(0, 1)
         if self.s.shape[1] == 1:
-            out_MCV = (e_MCL * v_MCV).cumsum(1)
+            out_MCV = (e_MCL * v_MCV).cumsum_(1)
             follow(self.sums_PNLV.unbind(), out_MCV[:, -1:], None)
             return out_MCV.add_(sums_MLV).mul_(q_MCL)
         follow(self.sums_PNLV.unbind(), torch.bmm(e_MCL.mT, v_MCV), None)
@@ -182,10 +182,10 @@ class _Piece:
         torch.div(r_NLV, z_PNL[-1, ..., None], out=r_PNLV[-1])
         r_MLV = r_PNLV[1:].flatten(0, 1)
         if r_NLV.shape[1] == 1:
-            work_MCV = (e_MCL * v_MCV).cumsum(1).add_(sums_MLV).mul_(do_MCV)
+            work_MCV = (e_MCL * v_MCV).cumsum_(1).add_(sums_MLV).mul_(do_MCV)
             dp_MCL = work_MCV.sum(-1, keepdim=True)
             # Sums over later rows start from the end: a total minus a prefix would cancel.
-            dx_MCV = _sums_to_end(do_MCV * q_MCL)
+            dx_MCV = do_MCV.flip(1).mul_(q_MCL.flip(1)).cumsum_(1).flip(1)
             follow(r_PNLV.unbind()[::-1], dx_MCV[:, :1], None, back=True)
             dx_MCV.add_(r_MLV)
             de_MCL = torch.mul(dx_MCV, v_MCV, out=work_MCV).sum(-1, keepdim=True)
@@ -199,18 +199,13 @@ class _Piece:
             de_MCL = torch.bmm(grad_MCC.mT, q_MCL).baddbmm_(v_MCV, r_MLV.mT)
         dp_MCL.div_(total_MCL)
         # The normaliser's gradient from later rows.
-        taken_MCL = _sums_to_end(q_MCL * dp_MCL)
+        taken_MCL = (q_MCL * dp_MCL).flip(1).cumsum_(1).flip(1)
         chunks_PNL = taken_MCL[:, 0].view(self.part.chunks, *u_NL.shape)
         later_PNL = torch.cat([(u_NL / z_PNL[-1])[None], chunks_PNL.flip(0)]).cumsum(0).flip(0)
         taken_MCL.add_(later_PNL[1:].flatten(0, 1)[:, None])
         dk_MCL = de_MCL.sub_(taken_MCL).mul_(e_MCL)
         r_NLV = r_PNLV[0] * z_PNL[0, ..., None]
         return ChunkGradients(dp_MCL, dk_MCL, dv_MCV, r_NLV, later_PNL[0] * z_PNL[0])
-
-
-def _sums_to_end(x_MCL: Tensor) -> Tensor:
-    """Return the sum of each row and all later ones."""
-    return x_MCL.flip(1).cumsum(1).flip(1)
 
 
 @torch.library.custom_op("subquad::running_softmax", mutates_args=())
