@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention.base import takes_options
-from subquad.attention.recurrence import Recurrence
+from subquad.attention.recurrence import Recurrence, at_least_float32
 from subquad.attention.recurrent import RecurrentAttention
 from subquad.state import State
 
@@ -68,8 +67,7 @@ class Gla(RecurrentAttention):
         """Return the gated scan with decays by channel."""
         q, k, v, _ = self.projected(x_BTD, state, lengths_B)
         decay_BTC = self.decay_up(self.decay_down(x_BTD))
-        wide = torch.promote_types(decay_BTC.dtype, torch.float32)
-        log_f_BHTK = self.split(F.logsigmoid(decay_BTC.to(wide)) / TEMPERATURE)
+        log_f_BHTK = self.split(F.logsigmoid(at_least_float32(decay_BTC)) / TEMPERATURE)
         return Recurrence(q * self.config.keys**-0.5, k, v, log_f_BHTK), None
 
     def gate(self, x_BTD: Tensor) -> Tensor:

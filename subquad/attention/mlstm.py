@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention.base import takes_options
-from subquad.attention.recurrence import Recurrence, widened
+from subquad.attention.recurrence import Recurrence, at_least_float32
 from subquad.attention.recurrent import RecurrentAttention
 from subquad.attention.scanned import is_future, real_mask, seen_after
 from subquad.ops.backends import without_autocast
@@ -70,13 +70,13 @@ class Mlstm(RecurrentAttention):
 
     def gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return log i and log f, `[B, H, T]`, in float32 or wider."""
-        log_i_BHT, z_BHT = (widened(self.input_forget(x_BTD)) + self.input_forget_bias).mT.chunk(2, 1)
+        log_i_BHT, z_BHT = (at_least_float32(self.input_forget(x_BTD)) + self.input_forget_bias).mT.chunk(2, 1)
         return log_i_BHT, F.logsigmoid(z_BHT)
 
     def scaled(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return `q / sqrt(K)`, k, and v with a last channel of ones, in float32 or wider."""
         q, k, v, _ = self.projected(x_BTD, None, None)
-        return q * self.config.keys**-0.5, k, F.pad(widened(v), (0, 1), value=1.0)
+        return q * self.config.keys**-0.5, k, F.pad(at_least_float32(v), (0, 1), value=1.0)
 
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """Mix by the gated scan of the sums over exp(m)."""
@@ -117,7 +117,7 @@ class Mlstm(RecurrentAttention):
         d_BHTS = G_BHT[..., None] + (log_i - G_BHT)[..., None, :]
         d_BHTS = d_BHTS.masked_fill(is_future(x_BTD.shape[1], x_BTD.device), EMPTY)
         max_BHT1 = F.pad(d_BHTS, (0, 1), value=EMPTY).amax(-1, keepdim=True).detach()
-        w_BHTS = (widened(q) @ widened(k).mT) * (d_BHTS - max_BHT1).exp()
+        w_BHTS = (at_least_float32(q) @ at_least_float32(k).mT) * (d_BHTS - max_BHT1).exp()
         return w_BHTS / divisor(w_BHTS.sum(-1, keepdim=True), max_BHT1)
 
     def sent(self, tokens: int, ranks: int) -> list[Sent]:

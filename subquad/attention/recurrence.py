@@ -36,13 +36,13 @@ class Recurrence(NamedTuple):
         """Return the outputs `[B, H, T, V]`, in float32 or wider, and the state `[B, H, K, V]`."""
         q, k, v, log_f, beta, _, skip = self
         if beta is not None:
-            return delta_scan(q, k, widened(v), beta, log_f, state=state, mask=mask)
+            return delta_scan(q, k, at_least_float32(v), beta, log_f, state=state, mask=mask)
         out, after = gated_scan(q, k, self.written(), log_f, state=state, mask=mask)
-        return ScanOutput(out if skip is None else out + skip * widened(v), after)
+        return ScanOutput(out if skip is None else out + skip * at_least_float32(v), after)
 
     def written(self) -> Tensor:
         """Return what the gated scan writes, `d_t v_t`, in float32 or wider: outputs are normed, and large before."""
-        v_BHTV = widened(self.v_BHTV)
+        v_BHTV = at_least_float32(self.v_BHTV)
         return v_BHTV if self.step_BHT1 is None else self.step_BHT1 * v_BHTV
 
     def weights(self) -> Tensor:
@@ -85,7 +85,7 @@ class Recurrence(NamedTuple):
         return sent_for_prefix(heads * (moved + 4 * key_channels * value_channels), ranks)
 
 
-def widened(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
     """Return the tensor in float32, or in float64 if it is that."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -97,7 +97,7 @@ def scan_weights(q_BHTK: Tensor, k_BHSK: Tensor, log_f_BHTF: Tensor | None, beta
     The products of a delta scan's transitions are those of a triangular system: with P the scores of queries and keys
     and N those of keys below the diagonal, both decayed, `w = P (I + b N)^-1 b`.
     """
-    q, k = widened(q_BHTK), widened(k_BHSK)
+    q, k = at_least_float32(q_BHTK), at_least_float32(k_BHSK)
     decay = None
     if log_f_BHTF is not None:
         G_BHTF = log_f_BHTF.cumsum(2)
@@ -105,7 +105,7 @@ def scan_weights(q_BHTK: Tensor, k_BHSK: Tensor, log_f_BHTF: Tensor | None, beta
     scores = decayed(q, k, decay).tril()
     if beta_BHT1 is None:
         return scores
-    beta = widened(beta_BHT1)
+    beta = at_least_float32(beta_BHT1)
     system, ones = beta * decayed(k, k, decay), torch.diag_embed(beta[..., 0])
     return scores @ torch.linalg.solve_triangular(system, ones, upper=False, unitriangular=True)
 
@@ -113,7 +113,7 @@ def scan_weights(q_BHTK: Tensor, k_BHSK: Tensor, log_f_BHTF: Tensor | None, beta
 @without_autocast
 def decayed_sum(k_BGTK: Tensor, v_BHTV: Tensor, log_f_BHTF: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the sum of the logarithms of the decays `[B, H, F, 1]`, and the state that these tokens alone make."""
-    v = widened(v_BHTV)
+    v = at_least_float32(v_BHTV)
     k = k_BGTK.repeat_interleave(v.shape[1] // k_BGTK.shape[1], 1).to(v.dtype)
     if log_f_BHTF is None:
         return k.new_zeros(*v.shape[:2], 1, 1, dtype=torch.float64), k.mT @ v

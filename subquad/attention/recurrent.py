@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention.base import Attention
-from subquad.attention.recurrence import Recurrence, widened
+from subquad.attention.recurrence import Recurrence, at_least_float32
 from subquad.attention.scanned import ScannedAttention, real_mask, seen_after
 from subquad.attention.sharing import added
 from subquad.config import later
@@ -167,7 +167,7 @@ class RecurrentAttention(ScannedAttention):
 
     def definition(self, x_BTD: Tensor) -> Tensor:
         """Return `W_o (norm(weights @ values) * gate(x))`, which `forward` must equal. Quadratic."""
-        return self.finish(self.weights(x_BTD) @ widened(self.values(x_BTD)), x_BTD)
+        return self.finish(self.weights(x_BTD) @ at_least_float32(self.values(x_BTD)), x_BTD)
 
     @property
     def is_distribution(self) -> bool:
@@ -234,7 +234,7 @@ class DeltaAttention(RecurrentAttention):
 
 def of_unit_length(x_BHTK: Tensor) -> Tensor:
     """`x / sqrt(|x|^2 + 1e-6)` over the channels of a head, in float32 or wider."""
-    x = widened(x_BHTK)
+    x = at_least_float32(x_BHTK)
     return x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
 
 
@@ -258,11 +258,11 @@ class DecayRate(nn.Module):
 
     def steps(self, z_BTC: Tensor) -> Tensor:
         """Return `softplus(z + c)`, `[B, H, T, F]`, from `[B, T, H F]`."""
-        z_BHTF = widened(z_BTC).unflatten(-1, (-1, self.channels)).transpose(1, 2)
+        z_BHTF = at_least_float32(z_BTC).unflatten(-1, (-1, self.channels)).transpose(1, 2)
         # Contiguous: the backward of F.softplus on transposed heads fails under aot_eager in torch 2.13.
-        bias_H1F = widened(self.step_bias).view(-1, 1, self.channels)
+        bias_H1F = at_least_float32(self.step_bias).view(-1, 1, self.channels)
         return F.softplus(z_BHTF.contiguous() + bias_H1F)
 
     def log_decays(self, step_BHTF: Tensor) -> Tensor:
         """Return `-exp(a) step`."""
-        return -widened(self.log_rate).exp()[:, None, None] * step_BHTF
+        return -at_least_float32(self.log_rate).exp()[:, None, None] * step_BHTF
