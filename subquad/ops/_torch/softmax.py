@@ -182,13 +182,13 @@ class _Piece:
         torch.div(r_NLV, z_PNL[-1, ..., None], out=r_PNLV[-1])
         r_MLV = r_PNLV[1:].flatten(0, 1)
         if r_NLV.shape[1] == 1:
-            work_MCV = (e_MCL * v_MCV).cumsum_(1).add_(sums_MLV).mul_(do_MCV)
-            dp_MCL = work_MCV.sum(-1, keepdim=True)
+            # Two tensors as large as v are alive at a time, which is what peak memory is made of.
+            dp_MCL = (e_MCL * v_MCV).cumsum_(1).add_(sums_MLV).mul_(do_MCV).sum(-1, keepdim=True)
             # Sums over later rows start from the end: a total minus a prefix would cancel.
             dx_MCV = do_MCV.flip(1).mul_(q_MCL.flip(1)).cumsum_(1).flip(1)
             follow(r_PNLV.unbind()[::-1], dx_MCV[:, :1], None, back=True)
             dx_MCV.add_(r_MLV)
-            de_MCL = torch.mul(dx_MCV, v_MCV, out=work_MCV).sum(-1, keepdim=True)
+            de_MCL = (dx_MCV * v_MCV).sum(-1, keepdim=True)
             dv_MCV = dx_MCV.mul_(e_MCL)
         else:
             follow(r_PNLV.unbind()[::-1], torch.bmm(q_MCL.mT, do_MCV), None, back=True)
@@ -328,9 +328,11 @@ def running_softmax_backward_op(
             if own_NT1 is not None:
                 gradients.v.addcmul_(part.take(own_NT1), do_MCV)
                 part.put((do_MCV * v_MCV).sum(-1, keepdim=True), down_NT1)
-            for x, target in zip(gradients, (dp_NTL, dk_NTL, dv_NTV), strict=False):
-                part.put(x, target)
+            part.put(gradients.p, dp_NTL)
+            part.put(gradients.k, dk_NTL)
+            part.put(gradients.v, dv_NTV)
             r_NLV, u_NL = gradients.r, gradients.u
+            del gradients  # before the next piece's are made
             late_N = late_N & False if piece.late_NT is None else piece.late_NT[:, -1]
         if not on_cpu or late_N.any():
             # A head's whole piece, as R and U mix all its rows: gradients need not be causal to the bit.
