@@ -201,6 +201,17 @@ def test_strong_decays_are_finite_and_the_definition(kind, form, dtype):
         assert_is_the_definition(kind, form, inputs)
 
 
+@pytest.mark.parametrize("kind", ["channel", "channel mean", "channel delta"])
+def test_a_strong_decay_changes_the_bits_of_no_earlier_row_and_no_other_head(kind):
+    weak = inputs_of(kind, 50, torch.float32, strength=0.1)
+    strong = [*weak[:-1], weak[-1].clone()]
+    strong[-1][:, 0, 20] = -1e3
+    before, after = (differentiated(lambda *x: scan(kind, *x)[:1], inputs) for inputs in (weak, strong))
+    assert_exact(after[0][:, 0, :20], before[0][:, 0, :20])
+    assert_all_exact([x[:, 1] for x in after], [x[:, 1] for x in before])
+    assert_is_the_definition(kind, "torch", [x.double() for x in strong])
+
+
 @pytest.mark.parametrize("kind", ["head", "channel"])
 def test_a_decay_of_minus_infinity_forgets_all(kind):
     inputs = inputs_of(kind, 20)

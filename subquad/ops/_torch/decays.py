@@ -5,6 +5,10 @@ With G the sum of log f up to a row, exp(G_i - G_j) is the decay from column j t
     scores_ij = sum_c q_ic k_jc exp(G_ic - G_jc)  for j <= i
     rows_i = q_i exp(G_i),    columns_j = k_j exp(G_end - G_j)
 
+With decays by channel this is the product of `q_i exp(G_i)` and `k_j exp(-G_j)` as long as no channel of row i has G
+below -LIMIT, and the product in factors with exponents at most 0 (`PairWeights`) in the rows of a chunk from the first
+such row on: the switch is per row and only looks back, so no row's bits depend on later tokens.
+
 Queries and keys belong to groups of `share` heads, decays and values to heads. Scores are made once a group unless
 decays differ by channel.
 
@@ -15,12 +19,13 @@ K decays.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from subquad.ops._torch.halves import PairWeights
+from subquad.ops._torch.halves import LIMIT, PairWeights
 from subquad.ops.groups import by_groups, by_heads
 
 
@@ -61,9 +66,24 @@ class Decay:
 
     @functools.cached_property
     def pairs(self) -> PairWeights:
-        """`exp(G_i - G_j)` by channel, in factors: (q e^G)(k e^-G)^T would overflow in e^-G."""
+        """`exp(G_i - G_j)` by channel, in factors without positive exponents."""
         assert self.G is not None
         return PairWeights(-self.G, -self.G, self.dtype)
+
+    @functools.cached_property
+    def late(self) -> Tensor | None:
+        """Rows `[M, C, 1]` that need `pairs` (None: none of them); the others take `from_row`."""
+        assert self.G is not None
+        if self.G.device.type not in ("cpu", "meta"):  # a test of the decays would wait for the device
+            return torch.ones_like(self.G[..., :1], dtype=torch.bool)
+        late_MC1 = self.G.amin(-1, keepdim=True) < -LIMIT
+        return None if self.G.device.type == "meta" or not late_MC1.any() else late_MC1
+
+    @functools.cached_property
+    def from_row(self) -> Tensor:
+        """`exp(-G)`, bounded by exp(LIMIT)."""
+        assert self.to_row is not None
+        return self.to_row.clamp(min=math.exp(-LIMIT)).reciprocal_()
 
     def rows(self, q_NCK: Tensor) -> Tensor:
         """Return the queries of all heads, decayed from the chunk's start, for their product with the state there."""
@@ -83,7 +103,11 @@ class Decay:
     def scores(self, q_NCK: Tensor, k_NCK: Tensor) -> Tensor:
         """Return the weight `[M, C, C]` of value j in row i."""
         if self.by_channel:
-            return self.pairs.scores(by_heads(q_NCK, self.share), by_heads(k_NCK, self.share))
+            scores_MCC = torch.bmm(self.rows(q_NCK), self._scaled(k_NCK, self.from_row).mT).tril_()
+            if self.late is None:
+                return scores_MCC
+            safe_MCC = self.pairs.scores(by_heads(q_NCK, self.share), by_heads(k_NCK, self.share))
+            return torch.where(self.late, safe_MCC, scores_MCC)
         scores_NCC = torch.bmm(q_NCK, k_NCK.mT)
         if self.G is None:
             return by_heads(scores_NCC.tril_(), self.share)
@@ -103,7 +127,7 @@ class Decay:
         column_MCK = columns_MCK if columns_MCK is None or self.to_end is None else columns_MCK * self.to_end
         if self.by_channel:
             q, k = (by_heads(x, self.share) for x in (q_NCK, k_NCK))
-            dq, dk = self.pairs.backward(q, k, grad_MCC)
+            dq, dk = self._backward(q, k, grad_MCC)
             dq.add_(row_MCK)
             # d/dG of exp(G_i - G_j) is the score itself with sign +1 in row i and -1 in column j: no division by f,
             # which may be zero.
@@ -123,6 +147,18 @@ class Decay:
         rows_MC = (score_MCC.sum(-1, dtype=torch.float64) - score_MCC.sum(-2, dtype=torch.float64)).to(self.dtype)
         rows_MC1 = rows_MC.add_(self._dot(q_NCK, row_MCK))[..., None]
         return ScoreGradients(dq, dk, rows_MC1, None if column_MCK is None else self._dot(k_NCK, column_MCK)[..., None])
+
+    def _backward(self, q_MCK: Tensor, k_MCK: Tensor, grad_MCC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of q and k through scores by channel."""
+        assert self.to_row is not None
+        dq = torch.bmm(grad_MCC, k_MCK * self.from_row).mul_(self.to_row)
+        dk = torch.bmm(grad_MCC.mT, q_MCK * self.to_row).mul_(self.from_row)
+        if self.late is None:
+            return dq, dk
+        # A whole chunk of a head: its late rows' gradients reach all columns, and need not be causal to the bit.
+        late_M11 = self.late[:, -1:]
+        safe_dq, safe_dk = self.pairs.backward(q_MCK, k_MCK, grad_MCC)
+        return torch.where(late_M11, safe_dq, dq), torch.where(late_M11, safe_dk, dk)
 
     def _dot(self, x_NCK: Tensor, y_MCK: Tensor) -> Tensor:
         """Return the sum over channels `[M, C]` of a group's tensor times a head's."""
