@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from subquad.testing import assert_same_maths
 
@@ -57,6 +58,58 @@ def agree(note):
         assert_same_maths(ours, theirs, f"{distribution}: {what}")
 
     return check
+
+
+@pytest.fixture(scope="session")
+def agree_in_gradients(agree):
+    """As `agree`, of two functions of the same tensors: what they return, and its gradients for all of them."""
+
+    def check(distribution, what, ours, theirs, inputs):
+        outputs, gradients = [], []
+        for function in (ours, theirs):
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            outputs.append(function(*leaves))
+            weights = torch.arange(outputs[-1].numel(), dtype=torch.float64).cos().view_as(outputs[-1])
+            gradients.append(torch.autograd.grad((outputs[-1] * weights).sum(), leaves))
+        agree(distribution, what, *outputs)
+        for pair in zip(*gradients, strict=True):
+            agree(distribution, f"{what}: gradients", *pair)
+
+    return check
+
+
+class InDouble(TorchFunctionMode):
+    """Within it, what asks for float32, or for no dtype, gets float64: the maths of code that rounds to float32."""
+
+    def __enter__(self):
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.set_default_dtype(torch.float32)
+        return super().__exit__(*error)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def widened(x):
+            return torch.float64 if x is torch.float32 else x
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(widened, args), **{name: widened(x) for name, x in (kwargs or {}).items()})
+
+
+@pytest.fixture(scope="session")
+def in_double():
+    """`with in_double():` the code of another library computes in float64, whatever dtype it asks for."""
+    return InDouble
+
+
+@pytest.fixture
+def torch_form(peer):
+    """`torch_form(module, name)`: a function of transformers itself, not the GPU kernel that takes its place.
+
+    transformers 5 replaces it with that of flash-linear-attention, which runs on no CPU, if that is installed.
+    """
+    return lambda module, name: getattr(peer(f"transformers.models.{module}.modeling_{module}"), name).__wrapped__
 
 
 @pytest.fixture(scope="session")
