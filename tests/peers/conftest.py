@@ -1,6 +1,7 @@
 """Other libraries as oracles (`make peers`): fixtures that import them, and a table of the differences found."""
 
 import importlib
+import inspect
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.peers)
 
 
+SCANS = {"torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "mamba2_chunk_scan"}
+SCANS |= {"chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"}
 _found: dict[tuple[str, str], float] = {}
 
 
@@ -104,12 +107,19 @@ def in_double():
 
 
 @pytest.fixture
-def torch_form(peer):
-    """`torch_form(module, name)`: a function of transformers itself, not the GPU kernel that takes its place.
+def torch_forms(peer, monkeypatch):
+    """`torch_forms("qwen3_next")`: that module of transformers, with its own scans, which run on a CPU.
 
-    transformers 5 replaces it with that of flash-linear-attention, which runs on no CPU, if that is installed.
+    transformers puts flash-linear-attention's kernels for GPUs in their place, wherever that is installed.
     """
-    return lambda module, name: getattr(peer(f"transformers.models.{module}.modeling_{module}"), name).__wrapped__
+
+    def unwrap(name):
+        module = peer(f"transformers.models.{name}.modeling_{name}")
+        for scan in SCANS & set(vars(module)):
+            monkeypatch.setattr(module, scan, inspect.unwrap(getattr(module, scan)))
+        return module
+
+    return unwrap
 
 
 @pytest.fixture(scope="session")

@@ -200,16 +200,16 @@ TRANSFORMERS = {  # name: (the file that it is in, what is drawn, further option
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_transformers_delta_rules(torch_form, agree_in_gradients, in_double, random, name):
+def test_transformers_delta_rules(torch_forms, agree_in_gradients, in_double, random, name):
     module, kinds, options = TRANSFORMERS[name]
-    form = partial(torch_form(module, name), output_final_state=True, **options)
+    form = partial(getattr(torch_forms(module), name), output_final_state=True, **options)
 
     compare(agree_in_gradients, in_double, "transformers", name, form, draw(random, 61, **kinds))
 
 
-def test_transformers_state_space_dual(torch_form, agree_in_gradients, in_double, random):
+def test_transformers_state_space_dual(torch_forms, agree_in_gradients, in_double, random):
     """Its values are times the step, which its decays are the exponential of: here the step is -log f."""
-    function = torch_form("mamba2", "mamba2_chunk_scan")
+    function = torch_forms("mamba2").mamba2_chunk_scan
 
     def theirs(q, k, v, g, initial_state):
         before = {"initial_states": initial_state.mT, "return_final_states": True}
@@ -231,17 +231,17 @@ COPIES = {
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_transformers_families_have_copies_of_the_forms_compared_here(torch_form, name):
-    original = inspect.getsource(torch_form(TRANSFORMERS.get(name, ("mamba2",))[0], name))
+def test_transformers_families_have_copies_of_the_forms_compared_here(torch_forms, name):
+    original = inspect.getsource(getattr(torch_forms(TRANSFORMERS.get(name, ("mamba2",))[0]), name))
     for module in COPIES[name]:
-        assert inspect.getsource(torch_form(module, name)) == original, module
+        assert inspect.getsource(getattr(torch_forms(module), name)) == original, module
 
 
 @pytest.fixture(params=["transformers", "flash-linear-attention"])
-def chunked(request, peer, torch_form):
+def chunked(request, peer, torch_forms):
     """The name of a library, and its gated delta rule in chunks, `function(inputs)`."""
     if request.param == "transformers":
-        function = torch_form("qwen3_next", "torch_chunk_gated_delta_rule")
+        function = torch_forms("qwen3_next").torch_chunk_gated_delta_rule
     else:
         function = peer("fla.ops.gated_delta_rule.naive").naive_chunk_gated_delta_rule
     return request.param, lambda q, k, v, **others: function(q, k, v, **others)[0]
