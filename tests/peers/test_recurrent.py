@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from subquad.attention import build
+from subquad.testing import assert_exact, assert_in_budget
 
 DIM, HEADS, TOKENS = 32, 2, 40
 ONE = {"hidden_size": DIM, "num_hidden_layers": 1}
@@ -167,3 +168,42 @@ def test_tokens_one_by_one_after_a_prompt_are_transformers(family, peer, agree, 
         outputs[0].append(y)
         outputs[1].append(z)
     agree("transformers", f"layer of {name}: one by one", *(torch.cat(rows, 1) for rows in outputs))
+
+
+def test_kimi_linears_forget_gate_has_nan_gradients_and_rounds_slow_decays_to_none(peer, note):
+    """In float32 it takes `log(1 + exp(z))`, or z above 20, and the gradient is that of both."""
+    library, config = (
+        peer("transformers.models.kimi_linear.modeling_kimi_linear"),
+        peer("transformers").KimiLinearConfig,
+    )
+    gate = library.KimiLinearForgetGate(config(linear_head_dim=8, linear_num_heads=1, **LINEAR))
+    ours = build("kda", dim=8, num_heads=1).rate
+    for parameter in (gate.A_log, ours.log_rate):
+        nn.init.zeros_(parameter)
+    theirs, own = {}, {}
+    for z in (89.0, -10.0, -17.0):
+        for found, bias, x in ((theirs, gate.dt_bias, gate), (own, ours.step_bias, ours)):
+            nn.init.constant_(bias, z)
+            log_f = x(torch.zeros(1, 1, DIM if x is gate else 8)).flatten()
+            found[z] = log_f, torch.autograd.grad(log_f.sum(), bias)[0]
+    assert theirs[89.0][0].isfinite().all()
+    assert theirs[89.0][1].isnan().all()
+    assert_exact(own[89.0][1], -torch.ones(8), "our gradient")
+    assert_exact(theirs[-17.0][0], torch.zeros(8), "no decay at all")
+    assert (own[-17.0][0] < 0).all()
+    exact = -torch.full((8,), -10.0, dtype=torch.float64).exp().log1p()
+    assert_in_budget(own[-10.0][0], exact.float(), exact, torch.float32, "our decay")
+    note("transformers", "error: kimi_linear, a log decay of -exp(-10), relative", (theirs[-10.0][0] / exact - 1).max())
+    assert (theirs[-10.0][0] / exact - 1).abs().min() > 1e-4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("qwen3_next", "torch_chunk_gated_delta_rule"), ("kimi_linear", "chunk_kimi_delta_attention")],
+)
+def test_where_flash_linear_attention_is_installed_transformers_delta_rules_fail_on_a_cpu(peer, module, name):
+    function = getattr(peer(f"transformers.models.{module}.modeling_{module}"), name)
+    q = torch.zeros(1, 16, 1, 16)
+    with pytest.raises(RuntimeError, match="active drivers"):
+        function(q, q, q, g=q if module == "kimi_linear" else q[..., 0], beta=q[..., 0])
