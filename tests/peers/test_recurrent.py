@@ -69,8 +69,8 @@ def kimi_linear(library, configs):
     return Family(ours, library.KimiLinearDeltaAttention(config, 0), config, parts)
 
 
-def mamba2(library, configs):
-    H, V, G, K = 4, 16, 2, 6
+def mamba2(library, configs, G=2):
+    H, V, K = 4, 16, 6
     ours = build("mamba2", dim=DIM, num_heads=H, state_channels=K, groups=G)
     rows = torch.arange(2 * H * V + 2 * G * K + H).split([H * V, H * V, G * K, G * K, H])
     parts = {
@@ -109,20 +109,23 @@ def ours_of(parts, tensors, name):
     return torch.cat([tensors[theirs][rows].flatten() for theirs, rows in spec])
 
 
+@torch.no_grad()
+def drawn(family):
+    """Return the layers in float64, theirs with random weights and ours with the same."""
+    ours, theirs = family.ours.double(), family.theirs.double()
+    torch.manual_seed(0)
+    for name, parameter in theirs.named_parameters():
+        parameter.normal_(std=1.0 if name.endswith(("A_log", "dt_bias")) else 0.3)
+    for name, parameter in ours.named_parameters():
+        parameter.copy_(ours_of(family.parts, dict(theirs.named_parameters()), name).view_as(parameter))
+    return family
+
+
 @pytest.fixture(params=FAMILIES)
 def family(request, peer, torch_forms):
     """The name of a family, and its layers in float64 with the same random weights."""
     library = torch_forms(request.param.split(",")[0])
-    found = FAMILIES[request.param](library, peer("transformers"))
-    ours, theirs = found.ours.double(), found.theirs.double()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            spread = 1.0 if name.endswith(("A_log", "dt_bias")) else 0.3
-            parameter.normal_(std=spread)
-        for name, parameter in ours.named_parameters():
-            parameter.copy_(ours_of(found.parts, dict(theirs.named_parameters()), name).view_as(parameter))
-    return request.param, found
+    return request.param, drawn(FAMILIES[request.param](library, peer("transformers")))
 
 
 def first(found):
@@ -168,6 +171,45 @@ def test_tokens_one_by_one_after_a_prompt_are_transformers(family, peer, agree, 
         outputs[0].append(y)
         outputs[1].append(z)
     agree("transformers", f"layer of {name}: one by one", *(torch.cat(rows, 1) for rows in outputs))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@torch.no_grad()
+def test_flash_linear_attentions_mamba2_hands_heads_the_wrong_group_in_prefill(
+    peer, agree, note, in_double, random, groups
+):
+    """Of 4 heads in 2 groups, heads 1 and 2 get the B and C of the other group; token by token they get their own.
+
+    Its norm and its silu, kernels for GPUs, are replaced by those of transformers and torch.
+    """
+    library = peer("transformers.models.mamba2.modeling_mamba2")
+    reference = mamba2(library, peer("transformers"), groups)
+    sizes = {"num_heads": 4, "head_dim": 16, "state_size": 6, "n_groups": groups, "chunk_size": 16}
+    layer = peer("fla.layers").Mamba2(hidden_size=DIM, **sizes)
+    layer.norm, layer.act = reference.theirs.norm, nn.functional.silu
+    ours, theirs, _, _ = drawn(reference._replace(theirs=layer))
+    x = random(2, 24, DIM)
+    expected, rows = ours(x)[0], []
+    state = {"conv_state": x.new_zeros(2, 64 + 12 * groups, 4), "recurrent_state": x.new_zeros(2, 4, 16, 6)}
+    with in_double():
+        prefill = theirs(x)[0]
+        for row in x.split(1, 1):
+            y, state["conv_state"], state["recurrent_state"] = theirs.torch_forward(row, state)
+            rows.append(y)
+    agree("flash-linear-attention", "Mamba2.torch_forward, one by one", expected, torch.cat(rows, 1))
+    if groups == 1:
+        agree("flash-linear-attention", "Mamba2.torch_forward, prefill, one group", expected, prefill)
+    else:
+        note("flash-linear-attention", "error: Mamba2.torch_forward, prefill, groups", (prefill - expected).abs().max())
+        assert (prefill - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("layer", ["GatedLinearAttention", "MultiScaleRetention", "DeltaNet", "Mamba2"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_flash_linear_attentions_layers_do_not_run_on_a_cpu(peer, layer):
+    options = {"head_dim": 16} if layer == "Mamba2" else {}
+    with pytest.raises(RuntimeError, match="active drivers"):
+        getattr(peer("fla.layers"), layer)(hidden_size=DIM, num_heads=4, **options)(torch.zeros(1, 16, DIM))
 
 
 def test_kimi_linears_forget_gate_has_nan_gradients_and_rounds_slow_decays_to_none(peer, note):
