@@ -1,12 +1,14 @@
 """Other libraries as oracles (`make peers`): fixtures that import them, and a table of the differences found."""
 
 import importlib
+import inspect
 import warnings
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from subquad.testing import assert_same_maths
 
@@ -22,6 +24,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.peers)
 
 
+SCANS = {"torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "mamba2_chunk_scan"}
+SCANS |= {"chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"}
 _found: dict[tuple[str, str], float] = {}
 
 
@@ -57,6 +61,65 @@ def agree(note):
         assert_same_maths(ours, theirs, f"{distribution}: {what}")
 
     return check
+
+
+@pytest.fixture(scope="session")
+def agree_in_gradients(agree):
+    """As `agree`, of two functions of the same tensors: what they return, and its gradients for all of them."""
+
+    def check(distribution, what, ours, theirs, inputs):
+        outputs, gradients = [], []
+        for function in (ours, theirs):
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            outputs.append(function(*leaves))
+            weights = torch.arange(outputs[-1].numel(), dtype=torch.float64).cos().view_as(outputs[-1])
+            gradients.append(torch.autograd.grad((outputs[-1] * weights).sum(), leaves))
+        agree(distribution, what, *outputs)
+        for pair in zip(*gradients, strict=True):
+            agree(distribution, f"{what}: gradients", *pair)
+
+    return check
+
+
+class InDouble(TorchFunctionMode):
+    """Within it, what asks for float32, or for no dtype, gets float64: the maths of code that rounds to float32."""
+
+    def __enter__(self):
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.set_default_dtype(torch.float32)
+        return super().__exit__(*error)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def widened(x):
+            return torch.float64 if x is torch.float32 else x
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(widened, args), **{name: widened(x) for name, x in (kwargs or {}).items()})
+
+
+@pytest.fixture(scope="session")
+def in_double():
+    """`with in_double():` the code of another library computes in float64, whatever dtype it asks for."""
+    return InDouble
+
+
+@pytest.fixture
+def torch_forms(peer, monkeypatch):
+    """`torch_forms("qwen3_next")`: that module of transformers, with its own scans, which run on a CPU.
+
+    transformers puts flash-linear-attention's kernels for GPUs in their place, wherever that is installed.
+    """
+
+    def unwrap(name):
+        module = peer(f"transformers.models.{name}.modeling_{name}")
+        for scan in SCANS & set(vars(module)):
+            monkeypatch.setattr(module, scan, inspect.unwrap(getattr(module, scan)))
+        return module
+
+    return unwrap
 
 
 @pytest.fixture(scope="session")
