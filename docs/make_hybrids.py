@@ -23,10 +23,12 @@ MAMBA2 = {
     "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 6, "head_dim": 8, "state_size": 5,
     "n_groups": 2, "initializer_range": 0.2,
 }  # fmt: skip
-GRANITE = {
+MIXERS = {
     "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "initializer_range": 0.2, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0,
-    "shared_intermediate_size": 40, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_d_state": 5, "mamba_n_groups": 2,
+    "initializer_range": 0.2, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_d_state": 5, "mamba_n_groups": 2,
+}  # fmt: skip
+GRANITE = MIXERS | {
+    "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0, "shared_intermediate_size": 40,
     "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 7.0, "attention_multiplier": 0.3,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -34,6 +36,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mamba-2, biases, bounded steps": (
         "Mamba2ForCausalLM",
         MAMBA2 | {"use_bias": True, "time_step_limit": (0.01, 0.06)},
+    ),
+    "Bamba": (
+        "BambaForCausalLM",
+        MIXERS | {"intermediate_size": 40, "attn_layer_indices": [1], "num_attention_heads": 2, "pad_token_id": None},
     ),
     "Granite 4, no positions": ("GraniteMoeHybridForCausalLM", GRANITE | {"position_embedding_type": "nope"}),
     "Granite 4, rotary": ("GraniteMoeHybridForCausalLM", GRANITE | {"position_embedding_type": "rope"}),

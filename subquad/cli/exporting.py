@@ -13,7 +13,7 @@ from subquad.cli.arguments import Parser
 from subquad.data.files import MODEL_FILES, aside
 from subquad.training.checkpoint import share
 
-NAMES = ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "mamba2", "granitemoehybrid")
+NAMES = ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "mamba2", "granitemoehybrid", "bamba")
 """Keys of `subquad.hf.families.FAMILIES`, whose import would take seconds."""
 
 

@@ -36,6 +36,10 @@ GRANITE = SMALL | {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 7.0, "attention_multiplier": 0.3,
     "position_embedding_type": "nope",
 }  # fmt: skip
+BAMBA = SMALL | {
+    "num_hidden_layers": 3, "attn_layer_indices": [1], "num_attention_heads": 2, "num_key_value_heads": 1,
+    "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_d_state": 5, "mamba_n_groups": 2, "pad_token_id": None,
+}  # fmt: skip
 ORIGINAL = "original_max_position_embeddings"
 ROPES = {
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -75,6 +79,11 @@ CASES = {
         MAMBA2
         | TIED
         | {"use_bias": True, "time_step_limit": (0.01, 0.06), "layer_norm_epsilon": 1e-3, "conv_kernel": 3},
+    ),
+    "bamba": ("BambaForCausalLM", BAMBA),
+    "bamba_biases": (
+        "BambaForCausalLM",
+        BAMBA | TIED | BIASES | rotated(500.0, partial_rotary_factor=1.0) | {"mlp_bias": True, "rms_norm_eps": 1e-3},
     ),
     "granite": ("GraniteMoeHybridForCausalLM", GRANITE),
     "granite_rope": (

@@ -89,6 +89,16 @@ def parted(theirs: str, ours: Mapping[str, int]) -> Move:
     return Move(theirs, tuple(ours), lambda x: x.split(list(ours.values())), lambda parts: torch.cat(list(parts)))
 
 
+def taken(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return settings by our names, from a configuration that has them by theirs; `names` maps ours to theirs."""
+    return {ours: getattr(config, theirs) for ours, theirs in names.items()}
+
+
+def given(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return settings by their names, from a configuration of ours; `names` maps ours to theirs."""
+    return {theirs: getattr(config, ours) for ours, theirs in names.items()}
+
+
 def mixer(config: DecoderConfig, name: str) -> Any:
     """Return the configuration of the layers of mechanism `name`."""
     return mechanism(name).config_of(dim=config.dim, **mechanism_options(config, name))

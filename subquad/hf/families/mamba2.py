@@ -7,8 +7,27 @@ from typing import Any
 
 import torch
 
-from subquad.hf.families.base import Family, Move, activation, mixer, parted, require, same
+from subquad.hf.families.base import Family, Move, activation, given, mixer, parted, require, same, taken
 from subquad.models.config import DecoderConfig
+
+_NAMES = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_heads",
+    "norm_eps": "layer_norm_epsilon",
+    "bias": "use_bias",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+_MIXER = {
+    "num_heads": "num_heads",
+    "state_channels": "state_size",
+    "expand": "expand",
+    "groups": "n_groups",
+    "convolution": "conv_kernel",
+    "bias": "use_bias",
+}
 
 
 def step_limits(limits: Any) -> list[float] | None:
@@ -53,50 +72,21 @@ def mixer_moves(config: DecoderConfig, theirs: str, ours: str) -> list[Move]:
 def _settings(config: Any) -> dict[str, Any]:
     require(config, use_conv_bias=True)
     activation(config, "hidden_act", {"silu": "", "swish": ""})
+    limits = step_limits(config.time_step_limit)
     return {
-        "vocab_size": config.vocab_size,
-        "dim": config.hidden_size,
-        "num_layers": config.num_hidden_layers,
-        "num_heads": config.num_heads,
+        **taken(config, _NAMES),
         "attention": "mamba2",
-        "options": {
-            "mamba2": {
-                "state_channels": config.state_size,
-                "expand": config.expand,
-                "groups": config.n_groups,
-                "convolution": config.conv_kernel,
-                "step_limits": step_limits(config.time_step_limit),
-                "norm_eps": config.layer_norm_epsilon,
-            }
-        },
+        "options": {"mamba2": {**taken(config, _MIXER), "step_limits": limits, "norm_eps": config.layer_norm_epsilon}},
         "norm": "rms",
-        "norm_eps": config.layer_norm_epsilon,
         "feedforward": "none",
         "position": "none",
-        "bias": config.use_bias,
-        "tie_embeddings": config.tie_word_embeddings,
-        "init_std": config.initializer_range,
     }
 
 
 def _config(config: DecoderConfig) -> dict[str, Any]:
     own = mixer(config, "mamba2")
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
-        "num_heads": own.num_heads,
-        "head_dim": own.values,
-        "state_size": own.state_channels,
-        "expand": own.expand,
-        "n_groups": own.groups,
-        "conv_kernel": own.convolution,
-        "time_step_limit": own.step_limits or (0.0, math.inf),
-        "layer_norm_epsilon": config.norm_eps,
-        "use_bias": own.bias,
-        "tie_word_embeddings": config.tie_embeddings,
-        "initializer_range": config.init_std,
-    }
+    limits = own.step_limits or (0.0, math.inf)
+    return {**given(config, _NAMES), **given(own, _MIXER), "head_dim": own.values, "time_step_limit": limits}
 
 
 def _moves(config: DecoderConfig) -> list[Move]:
