@@ -21,11 +21,12 @@ from subquad.hf import from_transformers
 
 MAMBA2 = {
     "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 6, "head_dim": 8, "state_size": 5,
-    "n_groups": 2, "initializer_range": 0.2,
+    "n_groups": 2, "chunk_size": 16, "initializer_range": 0.2,
 }  # fmt: skip
 MIXERS = {
     "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "initializer_range": 0.2, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_d_state": 5, "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
 }  # fmt: skip
 GRANITE = MIXERS | {
     "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0, "shared_intermediate_size": 40,
@@ -122,7 +123,7 @@ def a_row_waits(model: Any) -> Pair:
     return logits_B1V[0], alone(model, TOKENS[0, :6], TOKENS[0, 7:8])[6:]
 
 
-def default_positions(model: Any) -> Pair:
+def between(model: Any) -> Pair:
     """Padding between the tokens of a row, and no positions given."""
     mask_BT = padded(4, 7)["attention_mask"]
     logits_BTV, _ = read(model, TOKENS, attention_mask=mask_BT)
@@ -139,6 +140,12 @@ def documents(model: Any) -> Pair:
 def several_tokens(model: Any) -> Pair:
     """Several tokens after a cache."""
     _, cache = read(model, TOKENS[:, :6])
+    return read(model, TOKENS[:, 6:], cache, **until(padded(0, 0), 12, 6))[0], read(model, TOKENS)[0][:, 6:]
+
+
+def after_a_cache(model: Any) -> Pair:
+    """Several tokens after a cache, and no positions given."""
+    _, cache = read(model, TOKENS[:, :6])
     return read(model, TOKENS[:, 6:], cache)[0], read(model, TOKENS)[0][:, 6:]
 
 
@@ -147,7 +154,7 @@ def single_tokens(model: Any) -> Pair:
     _, cache = read(model, TOKENS[:, :6])
     found = []
     for t in range(6, 12):
-        logits_B1V, cache = read(model, TOKENS[:, t : t + 1], cache)
+        logits_B1V, cache = read(model, TOKENS[:, t : t + 1], cache, **until(padded(0, 0), t + 1, t))
         found.append(logits_B1V)
     return torch.cat(found, 1), read(model, TOKENS)[0][:, 6:]
 
@@ -159,7 +166,8 @@ LAWS: dict[str, Callable[[Any], Pair]] = {
     "right padding, then decode": right_padding,
     "padding in a continued piece": padding_in_a_piece,
     "a row waits for one step": a_row_waits,
-    "padding between tokens, default positions": default_positions,
+    "default positions after a cache": after_a_cache,
+    "default positions, padding between tokens": between,
     "packed documents": documents,
 }
 
@@ -175,9 +183,9 @@ def verdict(law: Callable[[Any], Pair], model: Any) -> str:
     return "same" if share < ROUNDING else f"{100 * float(f'{share:.0e}'):g} % off"
 
 
-def rows() -> Iterator[list[str]]:
+def rows(names: Iterable[str] = tuple(MODELS)) -> Iterator[list[str]]:
     """Yield the table's rows: a model, whose code runs it, and a verdict for each law."""
-    for name in MODELS:
+    for name in names:
         model = theirs(name)
         for code, run in (("transformers", model), ("subquad", from_transformers(model))):
             yield [name, code, *(verdict(law, run) for law in LAWS.values())]

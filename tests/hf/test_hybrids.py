@@ -1,6 +1,7 @@
 """The table in docs/hybrids.md is what `docs/make_hybrids.py` finds, and subquad keeps every law."""
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,12 @@ import transformers
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TEXT = (DOCS / "hybrids.md").read_text(encoding="utf-8")
 
+NAMES = re.findall(r"^\| (.+?) \| subquad \|", TEXT, re.MULTILINE)
+
+
+def line(cells):
+    return f"| {' | '.join(cells)} |"
+
 
 @pytest.fixture
 def make(monkeypatch):
@@ -17,13 +24,17 @@ def make(monkeypatch):
     return importlib.import_module("make_hybrids")
 
 
-def test_subquad_keeps_every_law_and_the_page_shows_what_transformers_does(make):
-    rows = list(make.rows())
-    assert [row[0] for row in rows[::2]] == [row[0] for row in rows[1::2]] == list(make.MODELS)
-    for name, code, *verdicts in rows[1::2]:
-        assert (code, set(verdicts)) == ("subquad", {"same"}), name
+@pytest.mark.parametrize("name", NAMES)
+def test_subquad_keeps_every_law_and_the_page_shows_what_transformers_does(make, name):
+    theirs, ours = make.rows([name])
+    assert set(ours[2:]) == {"same"}
     if f"transformers {transformers.__version__}" in TEXT:
-        assert make.pages.rewritten(TEXT, {"laws": lambda: make.table(rows)}) == TEXT, "run docs/make_hybrids.py"
+        assert {line(theirs), line(ours)} < set(TEXT.splitlines()), "run docs/make_hybrids.py"
+
+
+def test_the_page_has_every_model_and_every_law(make):
+    assert list(make.MODELS) == NAMES
+    assert line(["model", "code", *make.LAWS]) in TEXT.splitlines()
 
 
 @pytest.mark.parametrize(
