@@ -5,6 +5,7 @@ Shape letters: B batch, T tokens, D model width, H heads, G key heads, K channel
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -116,6 +117,8 @@ class ProjectedAttention(HeadedAttention):
         """Fraction of each head's channels to rotate, from the first channel on."""
         rope_scaling: RopeScaling | None = later(None)
         """Change of the rotary frequencies for longer sequences (None: none)."""
+        score_scale: float | None = later(None)
+        """Factor on the products of queries and keys (None: 1 / sqrt(K))."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -131,6 +134,8 @@ class ProjectedAttention(HeadedAttention):
                 own = self.head_dim is None and self.rope_fraction == 1
                 what = "dim / num_heads" if own else "rope_fraction * head_dim"
                 raise ValueError(f"rope needs an even head size, got {what} = {rotated}")
+            if self.score_scale is not None and not self.score_scale > 0:
+                raise ValueError(f"score_scale must be above 0, or None, got {self.score_scale}")
             if self.rope_base <= 0:
                 raise ValueError(f"rope_base must be positive, got {self.rope_base}")
 
@@ -155,8 +160,9 @@ class ProjectedAttention(HeadedAttention):
         return self.rotated(self.key_heads(self.key(x_BTD)), start)
 
     def query_heads(self, q_BTC: Tensor) -> Tensor:
-        """Reshape `[B, T, H K]` to `[B, H, T, K]`, normalised if `qk_norm` is set."""
-        return self.normed_queries(self.split(q_BTC))
+        """Reshape `[B, T, H K]` to `[B, H, T, K]`, normalised if `qk_norm` is set, for `score_scale`."""
+        q_BHTK, scale = self.normed_queries(self.split(q_BTC)), self.config.score_scale
+        return q_BHTK if scale is None else q_BHTK * (scale * math.sqrt(self.config.channels))
 
     def key_heads(self, k_BTC: Tensor) -> Tensor:
         """Reshape `[B, T, G K]` to `[B, G, T, K]`, normalised if `qk_norm` is set."""

@@ -59,6 +59,32 @@ def test_a_transformers_folder_comes_in_and_goes_out_again(llama, tmp_path, prin
         assert json_or_text(back / name) == json_or_text(llama / name)
 
 
+@pytest.mark.parametrize(("name", "values"), [
+    ("Mamba2ForCausalLM", {"num_heads": 4, "head_dim": 8, "n_groups": 2, "time_step_limit": (0.0, 1.0)}),
+    ("GraniteMoeHybridForCausalLM", HEADS | {"num_local_experts": 0, "layer_types": ["mamba"], "mamba_n_heads": 4}),
+])  # fmt: skip
+def test_recurrent_layers_come_in_generate_and_go_out_again(name, values, tmp_path, printed):
+    theirs, ours, back = (tmp_path / place for place in ("theirs", "ours", "back"))
+    cls = getattr(transformers, name)
+    cls(cls.config_class(**SMALL, **values)).save_pretrained(theirs)
+    load_tokenizer("bytes").save(str(theirs / "tokenizer.json"))
+    printed("import", theirs, "--out", ours)
+    assert json.loads((ours / "config.json").read_text())["attention"] in ("mamba2", ["mamba2"])
+    assert len(printed("generate", ours, "--prompt", "ab", "--max_tokens", "3")) > 2
+    assert f"holds a {name}" in printed("export", ours, "--out", back)
+    before, after = load_file(theirs / "model.safetensors"), load_file(back / "model.safetensors")
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert_exact(after[key], tensor, key)
+
+
+def test_the_families_in_the_help_are_those_that_there_are():
+    from subquad.cli import exporting
+    from subquad.hf.families import FAMILIES
+
+    assert tuple(FAMILIES) == exporting.NAMES
+
+
 def test_a_llama2c_checkpoint_is_generated_from_measured_and_audited(stories, tmp_path, capsys, printed):
     ours, text, kept = tmp_path / "ours", tmp_path / "text.txt", tmp_path / "kept"
     printed("import", stories[0], "--out", ours, "--tokenizer", stories[1])

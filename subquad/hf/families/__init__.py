@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from subquad.hf.families.bamba import BAMBA
 from subquad.hf.families.base import Family
 from subquad.hf.families.gpt2 import GPT2
 from subquad.hf.families.gpt_neox import GPT_NEOX
+from subquad.hf.families.granite_hybrid import GRANITE_HYBRID
 from subquad.hf.families.llama import LLAMA, QWEN2, QWEN3
+from subquad.hf.families.mamba2 import MAMBA2
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2, QWEN3, GPT2, GPT_NEOX)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (LLAMA, QWEN2, QWEN3, GPT2, GPT_NEOX, MAMBA2, GRANITE_HYBRID, BAMBA)
+}
 """Families by transformers' `model_type`; exports that name no family use the first that fits."""
 
 __all__ = ["FAMILIES", "Family"]

@@ -6,7 +6,7 @@ Shape letters: D model width, H heads, K channels of a head.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from subquad.attention import mechanism
 from subquad.config import suggest
+from subquad.models.blocks import mechanism_options
 from subquad.models.config import DecoderConfig
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,8 @@ class Family:
     """Return the moves of all tensors but the head."""
     head: str = "lm_head.weight"
     """Name of the head's tensor."""
+    mechanisms: tuple[str, ...] = ("full",)
+    """Mechanisms that its layers can be; `settings` says which by `attention` and `options`, unless all are full."""
 
 
 def same(theirs: str, ours: str) -> Move:
@@ -80,6 +84,26 @@ def stacked(theirs: str, ours: Sequence[str], *, heads: int | None = None, trans
     return Move(theirs, tuple(ours), cut, join)
 
 
+def parted(theirs: str, ours: Mapping[str, int]) -> Move:
+    """Concatenate matrices or biases of different heights, given by name, into one."""
+    return Move(theirs, tuple(ours), lambda x: x.split(list(ours.values())), lambda parts: torch.cat(list(parts)))
+
+
+def taken(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return settings by our names, from a configuration that has them by theirs; `names` maps ours to theirs."""
+    return {ours: getattr(config, theirs) for ours, theirs in names.items()}
+
+
+def given(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return settings by their names, from a configuration of ours; `names` maps ours to theirs."""
+    return {theirs: getattr(config, ours) for ours, theirs in names.items()}
+
+
+def mixer(config: DecoderConfig, name: str) -> Any:
+    """Return the configuration of the layers of mechanism `name`."""
+    return mechanism(name).config_of(dim=config.dim, **mechanism_options(config, name))
+
+
 def require(config: PreTrainedConfig, **wanted: Any) -> None:
     """Raise `ValueError` for a configuration field with a value that our decoder does not support.
 
@@ -109,6 +133,17 @@ def _known(name: str, value: Any, vocab_size: int) -> Any:
         return value
     logger.warning("%s=%s becomes %s: the vocabulary has %s tokens", name, value, known or None, f"{vocab_size:,}")
     return known or None
+
+
+def layer_kinds(config: Any, kinds: Mapping[str, str]) -> list[str]:
+    """Return the mechanism of each layer, by the names in `layer_types`."""
+    for kind in config.layer_types:
+        if kind not in kinds:
+            raise ValueError(
+                f"our decoder does not support {config.model_type} with a layer of type {kind!r}; "
+                f"layer_types must be {' or '.join(map(repr, kinds))}"
+            )
+    return [kinds[kind] for kind in config.layer_types]
 
 
 def activation(config: Any, field: str, kinds: dict[str, str]) -> str:

@@ -1,0 +1,134 @@
+"""Granite 4 without experts: Mamba-2 and full attention by layer, SwiGLU in one matrix, scaled branches and logits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from subquad.hf.families import rope
+from subquad.hf.families.base import (
+    Family,
+    Move,
+    activation,
+    given,
+    layer_kinds,
+    mixer,
+    require,
+    same,
+    stacked,
+    taken,
+)
+from subquad.hf.families.mamba2 import mixer_moves, step_limits
+from subquad.models.config import DecoderConfig
+
+KINDS = {"linear_attention": "mamba2", "full_attention": "full"}
+_NAMES = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+    "max_positions": "max_position_embeddings",
+    "attention_dropout": "attention_dropout",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+_MIXER = {
+    "num_heads": "mamba_n_heads",
+    "state_channels": "mamba_d_state",
+    "expand": "mamba_expand",
+    "groups": "mamba_n_groups",
+    "convolution": "mamba_d_conv",
+    "bias": "mamba_proj_bias",
+}
+_OWN = {
+    "ff_dim": "shared_intermediate_size",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_divisor": "logits_scaling",
+}
+
+
+def hybrid_settings(config: Any, own: dict[str, str]) -> dict[str, Any]:
+    """Return the settings but positions of Mamba-2 and full attention by layer; `own` maps our names to theirs."""
+    require(config, mamba_conv_bias=True, head_dim=config.hidden_size // config.num_attention_heads)
+    mamba = {"step_limits": step_limits(config.time_step_limit), "norm_eps": config.rms_norm_eps}
+    return {
+        **taken(config, _NAMES | own),
+        "attention": layer_kinds(config, KINDS),
+        "options": {"full": {"bias": config.attention_bias}, "mamba2": taken(config, _MIXER) | mamba},
+        "norm": "rms",
+        "feedforward": activation(config, "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),
+        "attention_dropout": float(config.attention_dropout or 0.0),
+        "position": "none",
+    }
+
+
+def hybrid_config(config: DecoderConfig, own: dict[str, str]) -> dict[str, Any]:
+    """Return the values of their configuration that `hybrid_settings` reads."""
+    mamba = mixer(config, "mamba2")
+    return {
+        **given(config, _NAMES | own),
+        **given(mamba, _MIXER),
+        "mamba_d_head": mamba.values,
+        "time_step_limit": mamba.step_limits or (0.0, math.inf),
+        "attention_bias": mixer(config, "full").bias,
+        **(rope.write(config) if config.position == "rope" else {}),
+    }
+
+
+def layer_moves(config: DecoderConfig, layer: int) -> list[Move]:
+    """Return the moves of a layer's norm before its mechanism, and of its mechanism."""
+    theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
+    moves = [same(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.weight")]
+    if config.layer_mechanisms[layer] == "mamba2":
+        return moves + mixer_moves(config, f"{theirs}.mamba", f"{ours}.attention")
+    for letter, part in {"q": "query", "k": "key", "v": "value", "o": "out"}.items():
+        for kind in ("weight", "bias") if mixer(config, "full").bias else ("weight",):
+            moves.append(same(f"{theirs}.self_attn.{letter}_proj.{kind}", f"{ours}.attention.{part}.{kind}"))
+    return moves
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    require(config, num_local_experts=0, position_embedding_type=("nope", None, "rope"))
+    values, scale = hybrid_settings(config, _OWN), float(config.attention_multiplier)
+    if scale != 1 / math.sqrt(config.hidden_size // config.num_attention_heads):
+        values["options"]["full"]["score_scale"] = scale
+    rotary = config.position_embedding_type == "rope"
+    return values | ({"position": "rope", **rope.read(config)} if rotary else {})
+
+
+def _config(config: DecoderConfig) -> dict[str, Any]:
+    kinds, full = {ours: theirs for theirs, ours in KINDS.items()}, mixer(config, "full")
+    return {
+        **hybrid_config(config, _OWN),
+        "layer_types": [kinds[name] for name in config.layer_mechanisms],
+        "num_local_experts": 0,
+        "position_embedding_type": "rope" if config.position == "rope" else "nope",
+        "attention_multiplier": full.score_scale or 1 / math.sqrt(full.channels),
+    }
+
+
+def _moves(config: DecoderConfig) -> list[Move]:
+    moves = [same("model.embed_tokens.weight", "embedding.tokens.weight"), same("model.norm.weight", "norm.weight")]
+    for i in range(config.num_layers):
+        theirs, ours = f"model.layers.{i}", f"layers.{i}"
+        gate_up = [f"{ours}.feedforward.gate.weight", f"{ours}.feedforward.up.weight"]
+        moves += [
+            *layer_moves(config, i),
+            same(f"{theirs}.post_attention_layernorm.weight", f"{ours}.feedforward_norm.weight"),
+            stacked(f"{theirs}.shared_mlp.input_linear.weight", gate_up),
+            same(f"{theirs}.shared_mlp.output_linear.weight", f"{ours}.feedforward.down.weight"),
+        ]
+    return moves
+
+
+GRANITE_HYBRID = Family(
+    name="granitemoehybrid",
+    model="GraniteMoeHybridForCausalLM",
+    settings=_settings,
+    config=_config,
+    moves=_moves,
+    mechanisms=("full", "mamba2"),
+)
