@@ -108,6 +108,14 @@ def test_a_setting_of_projections_needs_one_layer_that_has_it():
         build_model(delta)
 
 
+def test_dropout_is_that_of_full_attention_alone_and_norms_begin_with_a_scale_of_one():
+    ours = from_transformers(theirs("qwen3_5", attention_dropout=0.25))
+    assert [block.attention.config.dropout for block in ours.model.blocks()] == [0.0, 0.0, 0.0, 0.25]
+    assert to_transformers(ours).config.attention_dropout == 0.25
+    fresh = build_model(ours.config.decoder_config())
+    assert not any(p.any() for name, p in fresh.named_parameters() if name.split(".")[-2].endswith("norm"))
+
+
 def test_norms_of_an_imported_model_are_its_own_weights():
     model = theirs("qwen3_next")
     ours = from_transformers(model).model.layers[3].attention
