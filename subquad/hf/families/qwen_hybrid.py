@@ -9,45 +9,57 @@ from functools import partial
 from typing import Any
 
 from subquad.hf.families import rope
-from subquad.hf.families.base import Family, Move, activation, layer_kinds, mixer, parted, same, stacked
+from subquad.hf.families.base import (
+    Family,
+    Move,
+    activation,
+    given,
+    layer_kinds,
+    mixer,
+    parted,
+    same,
+    stacked,
+    taken,
+)
 from subquad.models.config import DecoderConfig
 
 _KINDS = {"linear_attention": "gated_delta_net", "full_attention": "full"}
+_NAMES = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ff_dim": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "max_positions": "max_position_embeddings",
+    "attention_dropout": "attention_dropout",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+_MIXER = {
+    "num_heads": "linear_num_value_heads",
+    "key_channels": "linear_key_head_dim",
+    "value_channels": "linear_value_head_dim",
+    "convolution": "linear_conv_kernel_dim",
+}
 
 
 def _settings(config: Any) -> dict[str, Any]:
     _check_dense(config)
-    heads = config.linear_num_value_heads
+    delta = {**taken(config, _MIXER), "norm_eps": config.rms_norm_eps, "dropout": 0.0}
+    if config.linear_num_key_heads != config.linear_num_value_heads:
+        delta["num_key_heads"] = config.linear_num_key_heads
     return {
-        "vocab_size": config.vocab_size,
-        "dim": config.hidden_size,
-        "num_layers": config.num_hidden_layers,
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
+        **taken(config, _NAMES),
         "attention": layer_kinds(config, _KINDS),
-        "options": {
-            "full": {"output_gate": True, "bias": config.attention_bias},
-            "gated_delta_net": {
-                "num_heads": heads,
-                "num_key_heads": None if config.linear_num_key_heads == heads else config.linear_num_key_heads,
-                "key_channels": config.linear_key_head_dim,
-                "value_channels": config.linear_value_head_dim,
-                "convolution": config.linear_conv_kernel_dim,
-                "norm_eps": config.rms_norm_eps,
-                "dropout": 0.0,
-            },
-        },
+        "options": {"full": {"output_gate": True, "bias": config.attention_bias}, "gated_delta_net": delta},
         "norm": "zero_centred_rms",
-        "norm_eps": config.rms_norm_eps,
         "qk_norm": True,
         "feedforward": activation(config, "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),
-        "ff_dim": config.intermediate_size,
         "position": "rope",
-        "max_positions": config.max_position_embeddings,
         "attention_dropout": float(config.attention_dropout),
-        "tie_embeddings": config.tie_word_embeddings,
-        "init_std": config.initializer_range,
         **rope.read(config, partial=True),
     }
 
@@ -66,24 +78,13 @@ def _check_dense(config: Any) -> None:
 def _config(config: DecoderConfig, *, fused: bool) -> dict[str, Any]:
     delta, kinds = mixer(config, "gated_delta_net"), {ours: theirs for theirs, ours in _KINDS.items()}
     values = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.ff_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "layer_types": [kinds[name] for name in config.layer_mechanisms],
-        "linear_num_value_heads": delta.num_heads,
+        **given(config, _NAMES),
+        **given(delta, _MIXER),
         "linear_num_key_heads": delta.key_heads,
         "linear_key_head_dim": delta.keys,
         "linear_value_head_dim": delta.values,
-        "linear_conv_kernel_dim": delta.convolution,
-        "rms_norm_eps": config.norm_eps,
+        "layer_types": [kinds[name] for name in config.layer_mechanisms],
         "attention_bias": mixer(config, "full").bias,
-        "attention_dropout": config.attention_dropout,
-        "tie_word_embeddings": config.tie_embeddings,
-        "initializer_range": config.init_std,
         **({"num_experts": 0} if fused else {}),
         **rope.write(config),
     }
