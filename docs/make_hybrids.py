@@ -7,8 +7,9 @@ Shape letters: B rows, T tokens, V vocabulary.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from inspect import signature
+from inspect import signature, unwrap
 from typing import Any
 
 import pages
@@ -32,6 +33,12 @@ GRANITE = MIXERS | {
     "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0, "shared_intermediate_size": 40,
     "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 7.0, "attention_multiplier": 0.3,
 }  # fmt: skip
+QWEN = {
+    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6, "linear_value_head_dim": 5, "initializer_range": 0.2,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mamba-2": ("Mamba2ForCausalLM", MAMBA2),
     "Mamba-2, biases, bounded steps": (
@@ -44,6 +51,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Granite 4, no positions": ("GraniteMoeHybridForCausalLM", GRANITE | {"position_embedding_type": "nope"}),
     "Granite 4, rotary": ("GraniteMoeHybridForCausalLM", GRANITE | {"position_embedding_type": "rope"}),
+    "Qwen3.5": ("Qwen3_5ForCausalLM", QWEN),
+    "Qwen3-Next, dense": ("Qwen3NextForCausalLM", QWEN | {"num_experts": 0}),
 }
 """Class in transformers and values of its configuration, by the name in the table."""
 TOKENS = torch.randint(1, 61, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -60,6 +69,10 @@ def theirs(name: str) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
+    module = sys.modules[cls.__module__]
+    for operator in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+        if hasattr(module, operator):  # not those of an installed package, which need a GPU
+            setattr(module, operator, unwrap(getattr(module, operator)))
     return model.eval()
 
 

@@ -13,7 +13,9 @@ from subquad.cli.arguments import Parser
 from subquad.data.files import MODEL_FILES, aside
 from subquad.training.checkpoint import share
 
-NAMES = ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "mamba2", "granitemoehybrid", "bamba")
+NAMES = (
+    "llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "mamba2", "granitemoehybrid", "bamba", "qwen3_5_text", "qwen3_next",
+)  # fmt: skip
 """Keys of `subquad.hf.families.FAMILIES`, whose import would take seconds."""
 
 

@@ -127,7 +127,7 @@ def canonical(config: DecoderConfig) -> DecoderConfig:
         head_dim=config.head_dim or config.dim // config.num_heads,
         ff_dim=width,
         ff_mult=DecoderConfig.ff_mult if width is not None else config.ff_mult,
-        norm_eps=config.norm_eps or (1e-6 if config.norm == "rms" else 1e-5),
+        norm_eps=config.norm_eps or (1e-5 if config.norm == "layer" else 1e-6),
         bias=config.bias and any("qkv_bias" not in mechanism(name).option_names() for name in names),
         **{name: config.bias if value is None else value for name, value in biases.items()},
         loop_loss=config.loop_loss if config.loops > 1 else "last",
@@ -225,6 +225,8 @@ def _load(place: str | os.PathLike[str]) -> PreTrainedModel:
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{place} holds no {CONFIG}, so it is not the folder of a transformers model")
     config: Any = read_config(folder)
+    if any(config.model_type == family.holder for family in FAMILIES.values()):
+        config = config.text_config  # transformers leaves the tensors for images out
     theirs: Any = getattr(transformers, _family(config).model)
     rope.check(config)
     check_sizes(theirs, folder, config)

@@ -27,7 +27,7 @@ from subquad.parallel import ContextGroup, active_group, context_parallel
 from subquad.state import State
 
 PROJECTIONS = ("head_dim", "qk_norm", "qkv_bias", "out_bias")
-"""Settings of projections; every layer's mechanism must support those that differ from their defaults."""
+"""Settings of projections; a layer's mechanism must support those that differ from their defaults."""
 
 
 class ResidualBlock(nn.Module):
@@ -159,10 +159,9 @@ def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Atte
         raise ValueError(f"num_kv_heads={config.num_kv_heads} has no effect: {listed} has no such option; leave it out")
     for key in PROJECTIONS:
         value = getattr(config, key)
-        if value != DecoderConfig.__dataclass_fields__[key].default:
-            for name, cls in chosen.items():
-                if key not in cls.option_names():
-                    raise ValueError(f"{key}={value} has no meaning for attention {name!r}; leave it out")
+        unsaid = value == DecoderConfig.__dataclass_fields__[key].default
+        if not (unsaid or any(key in cls.option_names() for cls in chosen.values())):
+            raise ValueError(f"{key}={value} has no meaning for attention {listed!r}; leave it out")
     layers: list[Attention] = []
     for name in config.layer_mechanisms:
         options = mechanism_options(config, name, causal=causal)
@@ -187,6 +186,7 @@ def mechanism_options(config: DecoderConfig, name: str, *, causal: bool = True) 
     }
     if "qk_norm" in cls.option_names():
         shared["norm_eps"] = config.norm_eps if config.qk_norm else None
+        shared["zero_centred"] = config.qk_norm and config.norm == "zero_centred_rms"
     options = {key: value for key, value in shared.items() if key in cls.option_names()}
     options |= {"num_heads": config.num_heads, "bias": config.bias, "dropout": config.attention_dropout}
     options |= {"causal": causal} | config.options.get(name, {})
@@ -253,8 +253,8 @@ def initialise(module: nn.Module, std: float, branch_outputs: Container[nn.Modul
         depth = branches if module in branch_outputs else 1
         nn.init.normal_(module.weight, std=std / math.sqrt(depth))
     elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
-        nn.init.ones_(module.weight)
-    if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+        module.reset_parameters()
+    if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
 
 
