@@ -317,4 +317,5 @@ PEERS = (
         _model(f"transformers-{name}", "transformers", ("model",), by_name=True)
         for name in ("llp", "shifted", "window")
     ),
+    _model("transformers-qwen3_5", "transformers", ("decode",)),
 )

@@ -23,7 +23,7 @@ LACKING = (
     *("transformers", "safetensors", "accelerate", "datasets", "jsonargparse", "rich", "peft"),
     *("matplotlib", "tensorboard", "hypothesis", "pytest_timeout", "xdist"),
 )
-STEPS = (("model", "sdpa"), ("decode", "elita"), ("fla", "latte"))
+STEPS = (("model", "sdpa"), ("decode", "elita"), ("fla", "latte"), ("scans", "kda"))
 
 
 def run(*command, **environment):
@@ -77,7 +77,7 @@ def test_without_a_gpu_it_says_how_to_try_it(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("flags", "message"), [
     (["--device", "cpu"], "--device cpu needs --dry-run"),
-    (["--only", "ops,opps"], "unknown step opps; valid: checks, ops, flex, tests, model, decode, fla"),
+    (["--only", "ops,opps"], "unknown step opps; valid: checks, ops, flex, tests, model, decode, fla, scans"),
 ])  # fmt: skip
 def test_wrong_arguments_are_named(flags, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu.py", *flags])
@@ -89,7 +89,7 @@ def test_wrong_arguments_are_named(flags, message, monkeypatch, capsys):
 def test_the_steps_of_a_call_fit_into_nine_minutes(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     seconds = gpu._arguments().seconds
-    for names in (gpu.FIRST, ("model", "decode"), ("fla",)):
+    for names in (gpu.FIRST, ("model", "decode"), ("fla",), ("scans",)):
         limits = gpu.time_limits([step for step in gpu.STEPS if step.name in names], seconds)
         assert max(seconds, sum(limits.values())) < 540
         assert [float(step.seconds) for step in limits] == list(limits.values()), "no limit is shortened"
