@@ -62,10 +62,7 @@ def measure_decode(config: DecodeConfig | None = None, /, **running: Unpack[Runn
     names = [*(peer.name for peer in peers if peer.name != THEIRS), *config.mechanisms]
     names += [name for peer in peers if peer.name == THEIRS for name in (THEIRS, OURS)]
     keys = [
-        Key(name, form, tokens)
-        for name in names
-        for form in _forms(config, name)
-        for tokens in sorted(config.contexts)
+        Key(name, form, tokens) for name in names for form in _forms(config, name) for tokens in sorted(config.contexts)
     ]
     reads: dict[Key, Read | Failure] = {}
     models: dict[str, Any] = {}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import fields
 from typing import Any
 
@@ -115,8 +115,8 @@ class Llama(nn.Module):
             max_position_embeddings=longest,
             tie_word_embeddings=True,
             attn_implementation="sdpa",
-            **{option: heads for option in self.counts},
-            **{option: dim // heads for option in self.widths},
+            **dict.fromkeys(self.counts, heads),
+            **dict.fromkeys(self.widths, dim // heads),
         )
         self.model: Any = getattr(transformers, model)(self.config)
         if attention is not None:

@@ -52,6 +52,8 @@ def test_nothing_is_imported_that_the_gpu_machine_may_lack(tmp_path):
         rows = json.loads(written)["rows"]
         assert name in {row["name"] for row in rows}
         assert {row["status"] for row in rows} == {"ok"}
+    labels = {(row["label"], row["channels"]) for row in rows if row["name"] == "kda"}
+    assert labels == {("delta scan, a decay per channel", 16), ("delta scan, a decay per channel, 8 channels", 8)}
 
 
 @pytest.mark.slow
