@@ -13,11 +13,9 @@ from torch.nn import functional as F
 
 from subquad.attention.base import Attention
 from subquad.config import later
+from subquad.layers.norm import ZeroCentredRMSNorm
 from subquad.layers.positions import rotate
 from subquad.layers.scaling import RopeScaling, rotated_channels
-
-NORM_EPS = 1e-6
-"""Epsilon of the norms of queries and keys, added to the mean square, unless `norm_eps` says another."""
 
 
 class HeadedAttention(Attention):
@@ -33,6 +31,8 @@ class HeadedAttention(Attention):
         """Whether queries and keys are RMS-normalised over each head's channels, before the rotation."""
         norm_eps: float | None = later(None)
         """Epsilon of that norm, added to the mean square (None: 1e-6)."""
+        zero_centred: bool = later(False)
+        """Whether that norm multiplies by 1 + its weights, and not by its weights (Qwen3-Next)."""
         qkv_bias: bool | None = later(None)
         """Whether queries, keys and values have a bias (None: the value of bias)."""
         out_bias: bool | None = later(None)
@@ -81,21 +81,26 @@ class HeadedAttention(Attention):
     def add_norms(self) -> None:
         """Create the norms of queries and keys if `qk_norm` is set."""
         if self.config.qk_norm:
-            self.query_norm = nn.RMSNorm(self.config.channels, eps=self.config.norm_eps or NORM_EPS)
-            self.key_norm = nn.RMSNorm(self.config.channels, eps=self.config.norm_eps or NORM_EPS)
+            kind = ZeroCentredRMSNorm if self.config.zero_centred else HeadNorm
+            self.query_norm, self.key_norm = (
+                kind(self.config.channels, eps=self.config.norm_eps or 1e-6) for _ in range(2)
+            )
 
     def normed_queries(self, q_BHTK: Tensor) -> Tensor:
         """Normalise the queries of all heads if `qk_norm` is set."""
-        return normed(q_BHTK, self.query_norm) if self.config.qk_norm else q_BHTK
+        return self.query_norm(q_BHTK) if self.config.qk_norm else q_BHTK
 
     def normed_keys(self, k_BGTK: Tensor) -> Tensor:
         """Normalise the keys of all heads if `qk_norm` is set."""
-        return normed(k_BGTK, self.key_norm) if self.config.qk_norm else k_BGTK
+        return self.key_norm(k_BGTK) if self.config.qk_norm else k_BGTK
 
 
-def normed(x_BHTK: Tensor, norm: nn.RMSNorm) -> Tensor:
-    """Return the norm of each head's channels, in the dtype of x: under autocast it is not that of the weights."""
-    return F.rms_norm(x_BHTK, norm.normalized_shape, norm.weight.to(x_BHTK.dtype), norm.eps)
+class HeadNorm(nn.RMSNorm):
+    """The norm of each head's channels, in the dtype of x: under autocast it is not that of the weights."""
+
+    def forward(self, x_BHTK: Tensor) -> Tensor:
+        """Return `x / sqrt(mean(x^2) + eps) * w`."""
+        return F.rms_norm(x_BHTK, self.normalized_shape, self.weight.to(x_BHTK.dtype), self.eps)
 
 
 class ProjectedAttention(HeadedAttention):

@@ -187,6 +187,7 @@ def mechanism_options(config: DecoderConfig, name: str, *, causal: bool = True) 
     }
     if "qk_norm" in cls.option_names():
         shared["norm_eps"] = config.norm_eps if config.qk_norm else None
+        shared["zero_centred"] = config.qk_norm and config.norm == "zero_centred_rms"
     options = {key: value for key, value in shared.items() if key in cls.option_names()}
     options |= {"num_heads": config.num_heads, "bias": config.bias, "dropout": config.attention_dropout}
     options |= {"causal": causal} | config.options.get(name, {})
@@ -253,8 +254,8 @@ def initialise(module: nn.Module, std: float, branch_outputs: Container[nn.Modul
         depth = branches if module in branch_outputs else 1
         nn.init.normal_(module.weight, std=std / math.sqrt(depth))
     elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
-        nn.init.ones_(module.weight)
-    if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+        module.reset_parameters()
+    if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
 
 

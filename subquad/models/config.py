@@ -36,8 +36,8 @@ class DecoderConfig(Config):
     """Longest sequence for position=learned: the rows of its table."""
     rope_base: float = 10000.0
     """Base of the rotary frequencies."""
-    norm: Literal["layer", "rms"] = "rms"
-    """Normalisation before attention and feed-forward."""
+    norm: Literal["layer", "rms", "zero_centred_rms"] = "rms"
+    """Normalisation before attention and feed-forward; zero_centred_rms multiplies by 1 + its weights (Qwen3-Next)."""
     feedforward: Literal["gelu", "gelu_tanh", "swiglu", "bilinear", "none"] = "swiglu"
     """Feed-forward network; gelu_tanh is GPT-2's approximation, bilinear is ELiTA's FeedForward2, and with none a
     block is its mechanism alone (Mamba-2)."""
@@ -68,9 +68,10 @@ class DecoderConfig(Config):
     ff_dim: int | None = later(None)
     """Hidden width of the feed-forward network (None: from ff_mult)."""
     norm_eps: float | None = later(None)
-    """Constant that norms add to the variance or mean square (None: 1e-5 for layer, 1e-6 for rms)."""
+    """Constant that norms add to the variance or mean square (None: 1e-5 for layer, 1e-6 for the others)."""
     qk_norm: bool = later(False)
-    """RMS-normalise queries and keys over each head's channels, before rotating them (Qwen3)."""
+    """RMS-normalise queries and keys over each head's channels, before rotating them (Qwen3); zero-centred if norm
+    is."""
     qkv_bias: bool | None = later(None)
     """Biases of queries, keys and values (None: as bias)."""
     out_bias: bool | None = later(None)
