@@ -225,6 +225,8 @@ def _load(place: str | os.PathLike[str]) -> PreTrainedModel:
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{place} holds no {CONFIG}, so it is not the folder of a transformers model")
     config: Any = read_config(folder)
+    if any(config.model_type == family.holder for family in FAMILIES.values()):
+        config = config.text_config  # transformers leaves the tensors for images out
     theirs: Any = getattr(transformers, _family(config).model)
     rope.check(config)
     check_sizes(theirs, folder, config)

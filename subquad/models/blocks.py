@@ -27,7 +27,7 @@ from subquad.parallel import ContextGroup, active_group, context_parallel
 from subquad.state import State
 
 PROJECTIONS = ("head_dim", "qk_norm", "qkv_bias", "out_bias")
-"""Settings of projections; every layer's mechanism must support those that differ from their defaults."""
+"""Settings of projections; a layer's mechanism must support those that differ from their defaults."""
 
 
 class ResidualBlock(nn.Module):
@@ -159,10 +159,9 @@ def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Atte
         raise ValueError(f"num_kv_heads={config.num_kv_heads} has no effect: {listed} has no such option; leave it out")
     for key in PROJECTIONS:
         value = getattr(config, key)
-        if value != DecoderConfig.__dataclass_fields__[key].default:
-            for name, cls in chosen.items():
-                if key not in cls.option_names():
-                    raise ValueError(f"{key}={value} has no meaning for attention {name!r}; leave it out")
+        unsaid = value == DecoderConfig.__dataclass_fields__[key].default
+        if not (unsaid or any(key in cls.option_names() for cls in chosen.values())):
+            raise ValueError(f"{key}={value} has no meaning for attention {listed!r}; leave it out")
     layers: list[Attention] = []
     for name in config.layer_mechanisms:
         options = mechanism_options(config, name, causal=causal)

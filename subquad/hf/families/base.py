@@ -52,6 +52,8 @@ class Family:
     """Name of the head's tensor."""
     mechanisms: tuple[str, ...] = ("full",)
     """Mechanisms that its layers can be; `settings` says which by `attention` and `options`, unless all are full."""
+    holder: str | None = None
+    """`model_type` of the models for images and text whose language model, with its `text_config`, it is."""
 
 
 def same(theirs: str, ours: str) -> Move:
@@ -84,9 +86,17 @@ def stacked(theirs: str, ours: Sequence[str], *, heads: int | None = None, trans
     return Move(theirs, tuple(ours), cut, join)
 
 
-def parted(theirs: str, ours: Mapping[str, int]) -> Move:
-    """Concatenate matrices or biases of different heights, given by name, into one."""
-    return Move(theirs, tuple(ours), lambda x: x.split(list(ours.values())), lambda parts: torch.cat(list(parts)))
+def parted(theirs: str, ours: Mapping[str, int], *, heads: int = 1) -> Move:
+    """Concatenate matrices or biases of different heights, given by name, into one, within each of `heads`."""
+    rows = [height // heads for height in ours.values()]
+
+    def cut(x: Tensor) -> Sequence[Tensor]:
+        return [part.flatten(0, 1) for part in x.unflatten(0, (heads, -1)).split(rows, 1)]
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], 1).flatten(0, 1)
+
+    return Move(theirs, tuple(ours), cut, join)
 
 
 def mixer(config: DecoderConfig, name: str) -> Any:
