@@ -17,7 +17,7 @@ from subquad.hf.transfer import canonical
 from subquad.layers.feedforward import build_feedforward
 from subquad.layers.scaling import RopeScaling
 from subquad.testing import assert_exact, assert_in_budget, assert_same_maths
-from tests.hf.small import positions
+from tests.hf.small import HYBRID, by_torch, positions
 from tests.models.small import assert_refused
 
 NEOX = {
@@ -36,6 +36,12 @@ GRANITE = SMALL | {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 7.0, "attention_multiplier": 0.3,
     "position_embedding_type": "nope",
 }  # fmt: skip
+HYBRID_TOO = HYBRID | {
+    "hidden_size": 26, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-3,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+DENSE = HYBRID | {"num_experts": 0}
+DENSE_TOO = DENSE | {"linear_num_key_heads": 1, "layer_types": ["full_attention", "linear_attention"] * 2}
 ORIGINAL = "original_max_position_embeddings"
 ROPES = {
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -69,6 +75,10 @@ CASES = {
     "gpt2_untied": ("GPT2LMHeadModel", GPT2 | UNTIED | {"n_inner": 36, "activation_function": "gelu"}),
     "gpt_neox": ("GPTNeoXForCausalLM", NEOX | rotated(partial_rotary_factor=0.4)),
     "gpt_neox_serial": ("GPTNeoXForCausalLM", NEOX | SERIAL | rotated(partial_rotary_factor=1.0)),
+    "qwen3_5": ("Qwen3_5ForCausalLM", HYBRID | rotated(partial_rotary_factor=0.5)),
+    "qwen3_5_tied_biases": ("Qwen3_5ForCausalLM", HYBRID_TOO | BIASES | rotated(500.0, partial_rotary_factor=1.0)),
+    "qwen3_next": ("Qwen3NextForCausalLM", DENSE | rotated(partial_rotary_factor=0.5)),
+    "qwen3_next_yarn": ("Qwen3NextForCausalLM", DENSE_TOO | rotated(500.0, **ROPES["yarn"], partial_rotary_factor=0.5)),
     "mamba2": ("Mamba2ForCausalLM", MAMBA2),
     "mamba2_tied": (
         "Mamba2ForCausalLM",
@@ -113,7 +123,7 @@ def theirs(case, **changes):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
+    return by_torch(model).eval()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -138,7 +148,7 @@ def test_logits_and_gradients_are_those_of_transformers(case, monkeypatch):
     assert all(bool(p.grad.any()) for p in ours.parameters() if p.numel() > 24)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3", "gpt2", "gpt_neox", "mamba2", "granite"])
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gpt2", "gpt_neox", "mamba2", "granite", "qwen3_5", "qwen3_next"])
 @torch.no_grad()
 def test_padding_and_the_cache_give_the_logits_of_transformers(case, monkeypatch):
     mask_BT = torch.ones(2, 40, dtype=torch.int64)
@@ -156,7 +166,7 @@ def test_padding_and_the_cache_give_the_logits_of_transformers(case, monkeypatch
     assert_same_maths(torch.cat(parts, 1)[real], expected_BTV[real], "cached")
 
 
-@pytest.mark.parametrize("case", ["llama_yarn", "qwen2", "gpt2", "gpt_neox", "mamba2", "granite"])
+@pytest.mark.parametrize("case", ["llama_yarn", "qwen2", "gpt2", "gpt_neox", "mamba2", "granite", "qwen3_5"])
 @torch.no_grad()
 def test_float32_logits_are_as_near_to_the_exact_ones_as_those_of_transformers(case):
     model = theirs(case)
@@ -171,7 +181,9 @@ def test_there_and_back_gives_the_same_tensors_and_settings(case, tmp_path):
     model = theirs(case)
     ours = from_transformers(model)
     back = to_transformers(ours, model.config.model_type)
-    assert type(back) is type(to_transformers(ours)) is type(model)  # the first family that fits
+    assert type(back) is type(model)
+    fitting = to_transformers(ours).config.model_type  # the first family that fits
+    assert fitting == ("qwen3_5_text" if model.config.model_type == "qwen3_next" else model.config.model_type)
     before, after = model.state_dict(), back.state_dict()
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -238,7 +250,7 @@ def test_settings_changed_after_the_model_was_made_are_named(change, message):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"attention": "llp"}, "do not support attention 'llp', only 'full', 'mamba2'"),
+    ({"attention": "llp"}, "do not support attention 'llp', only 'full', 'gated_delta_net', 'mamba2'"),
     ({"attention": "mamba2", "position": "none"}, "llama: it has no attention 'mamba2'; .*ff_dim=64"),
     ({"feedforward": "bilinear"}, "feedforward='bilinear'"),
     ({"loops": 2}, "loops=2"),
