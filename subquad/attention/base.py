@@ -288,8 +288,12 @@ class Attention(SharedSequences):
         raise NotImplementedError(f"{type(self).__name__} must define merge (Attention is abstract)")
 
     def definition(self, x_BTD: Tensor) -> Tensor:
-        """Return `merge(weights @ values)`, which `forward` must equal. Quadratic."""
-        return self.merge(self.weights(x_BTD) @ self.values(x_BTD))
+        """Return `finish(weights @ values, x)`, which `forward` must equal. Quadratic."""
+        return self.finish(self.weights(x_BTD) @ self.values(x_BTD), x_BTD)
+
+    def finish(self, y_BHTV: Tensor, x_BTD: Tensor) -> Tensor:
+        """Return `merge(y)`; where there is a gate, it is computed from the inputs `x`."""
+        return self.merge(y_BHTV)
 
     @property
     def weight_heads(self) -> int:

@@ -55,7 +55,7 @@ class BlockedAttention(ProjectedAttention):
         y_BHTK, k_BGSK, v_BGSK = self.attend(q_BHTK, k_BGTK, v_BGTK, self.patterns, state, "", lengths_B)
         seen = advance(seen, x_BTD.shape[1], lengths_B)
         kept: dict[str, Tensor | int | State] = {"keys": k_BGSK, "values": v_BGSK} if self.causal else {}
-        return self.merge(y_BHTK), State({"seen": seen, **kept}, self.config_hash)
+        return self.finish(y_BHTK, x_BTD), State({"seen": seen, **kept}, self.config_hash)
 
     def mix_in_ring(self, x_B1D: Tensor, state: State) -> tuple[Tensor, State]:
         """Attend from one token of each row to a ring, into which its own key and value are written in place."""
@@ -71,7 +71,7 @@ class BlockedAttention(ProjectedAttention):
             q_BH1K, k_BGNK, v_BGNK, bias_BHN[:, :, None], enable_gqa=k_BGNK.shape[1] != q_BH1K.shape[1]
         )
         kept: dict[str, Tensor | int | State] = dict(zip(RING, (k_BGNK, v_BGNK), strict=True))
-        return self.merge(y_BH1K), State({"seen": seen_B + 1, **kept}, self.config_hash)
+        return self.finish(y_BH1K, x_B1D), State({"seen": seen_B + 1, **kept}, self.config_hash)
 
     def ring_slots(self, seen_B: Tensor, slots: int) -> list[Tensor]:
         """Return the slots, each `[B]`, into which the token at position `seen` is written."""

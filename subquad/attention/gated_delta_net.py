@@ -3,7 +3,8 @@
     S_t = (I - b_t k_t k_t^T) (f_t S_{t-1}) + b_t k_t (x) v_t,    log f_t = -exp(a) softplus(W_f x_t + c)
     y_t = W_o (rmsnorm(o_t) * silu(W_g x_t))
 
-Queries, keys, values and b are those of DeltaNet. By default K is 3/4 of dim / num_heads, and V is twice K.
+Queries, keys, values and b are those of DeltaNet. By default K is 3/4 of dim / num_heads, and V is twice K. With
+`num_key_heads`, neighbouring heads share queries and keys (Qwen3-Next).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 from subquad.attention.base import takes_options
 from subquad.attention.recurrent import DecayRate, DeltaAttention
+from subquad.config import later
 
 
 class GatedDeltaNet(DeltaAttention):
@@ -28,6 +30,17 @@ class GatedDeltaNet(DeltaAttention):
     class Config(DeltaAttention.Config):
         """Options of the gated delta rule."""
 
+        num_key_heads: int | None = later(None)
+        """Heads of queries and keys, each shared by neighbouring heads (None: num_heads)."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.num_key_heads is not None and (self.num_key_heads < 1 or self.num_heads % self.num_key_heads):
+                raise ValueError(
+                    f"num_key_heads must divide num_heads, got num_key_heads={self.num_key_heads}, "
+                    f"num_heads={self.num_heads}"
+                )
+
         @property
         def keys(self) -> int:
             """Channels K of a head's queries and keys: by default 3/4 of the head size."""
@@ -37,6 +50,11 @@ class GatedDeltaNet(DeltaAttention):
         def values(self) -> int:
             """Channels V of a head's values: by default twice K."""
             return self.value_channels or 2 * self.keys
+
+        @property
+        def key_heads(self) -> int:
+            """Heads G of queries and keys."""
+            return self.num_key_heads or self.num_heads
 
     config: Config
 

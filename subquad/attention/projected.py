@@ -5,6 +5,7 @@ Shape letters: B batch, T tokens, D model width, H heads, G key heads, K channel
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -12,11 +13,9 @@ from torch.nn import functional as F
 
 from subquad.attention.base import Attention
 from subquad.config import later
+from subquad.layers.norm import ZeroCentredRMSNorm
 from subquad.layers.positions import rotate
 from subquad.layers.scaling import RopeScaling, rotated_channels
-
-NORM_EPS = 1e-6
-"""Epsilon of the norms of queries and keys, added to the mean square, unless `norm_eps` says another."""
 
 
 class HeadedAttention(Attention):
@@ -32,6 +31,8 @@ class HeadedAttention(Attention):
         """Whether queries and keys are RMS-normalised over each head's channels, before the rotation."""
         norm_eps: float | None = later(None)
         """Epsilon of that norm, added to the mean square (None: 1e-6)."""
+        zero_centred: bool = later(False)
+        """Whether that norm multiplies by 1 + its weights, and not by its weights (Qwen3-Next)."""
         qkv_bias: bool | None = later(None)
         """Whether queries, keys and values have a bias (None: the value of bias)."""
         out_bias: bool | None = later(None)
@@ -80,21 +81,26 @@ class HeadedAttention(Attention):
     def add_norms(self) -> None:
         """Create the norms of queries and keys if `qk_norm` is set."""
         if self.config.qk_norm:
-            self.query_norm = nn.RMSNorm(self.config.channels, eps=self.config.norm_eps or NORM_EPS)
-            self.key_norm = nn.RMSNorm(self.config.channels, eps=self.config.norm_eps or NORM_EPS)
+            kind = ZeroCentredRMSNorm if self.config.zero_centred else HeadNorm
+            self.query_norm, self.key_norm = (
+                kind(self.config.channels, eps=self.config.norm_eps or 1e-6) for _ in range(2)
+            )
 
     def normed_queries(self, q_BHTK: Tensor) -> Tensor:
         """Normalise the queries of all heads if `qk_norm` is set."""
-        return normed(q_BHTK, self.query_norm) if self.config.qk_norm else q_BHTK
+        return self.query_norm(q_BHTK) if self.config.qk_norm else q_BHTK
 
     def normed_keys(self, k_BGTK: Tensor) -> Tensor:
         """Normalise the keys of all heads if `qk_norm` is set."""
-        return normed(k_BGTK, self.key_norm) if self.config.qk_norm else k_BGTK
+        return self.key_norm(k_BGTK) if self.config.qk_norm else k_BGTK
 
 
-def normed(x_BHTK: Tensor, norm: nn.RMSNorm) -> Tensor:
-    """Return the norm of each head's channels, in the dtype of x: under autocast it is not that of the weights."""
-    return F.rms_norm(x_BHTK, norm.normalized_shape, norm.weight.to(x_BHTK.dtype), norm.eps)
+class HeadNorm(nn.RMSNorm):
+    """The norm of each head's channels, in the dtype of x: under autocast it is not that of the weights."""
+
+    def forward(self, x_BHTK: Tensor) -> Tensor:
+        """Return `x / sqrt(mean(x^2) + eps) * w`."""
+        return F.rms_norm(x_BHTK, self.normalized_shape, self.weight.to(x_BHTK.dtype), self.eps)
 
 
 class ProjectedAttention(HeadedAttention):
@@ -116,6 +122,8 @@ class ProjectedAttention(HeadedAttention):
         """Fraction of each head's channels to rotate, from the first channel on."""
         rope_scaling: RopeScaling | None = later(None)
         """Change of the rotary frequencies for longer sequences (None: none)."""
+        score_scale: float | None = later(None)
+        """Factor on the products of queries and keys (None: 1 / sqrt(K))."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -131,6 +139,8 @@ class ProjectedAttention(HeadedAttention):
                 own = self.head_dim is None and self.rope_fraction == 1
                 what = "dim / num_heads" if own else "rope_fraction * head_dim"
                 raise ValueError(f"rope needs an even head size, got {what} = {rotated}")
+            if self.score_scale is not None and not self.score_scale > 0:
+                raise ValueError(f"score_scale must be above 0, or None, got {self.score_scale}")
             if self.rope_base <= 0:
                 raise ValueError(f"rope_base must be positive, got {self.rope_base}")
 
@@ -155,8 +165,9 @@ class ProjectedAttention(HeadedAttention):
         return self.rotated(self.key_heads(self.key(x_BTD)), start)
 
     def query_heads(self, q_BTC: Tensor) -> Tensor:
-        """Reshape `[B, T, H K]` to `[B, H, T, K]`, normalised if `qk_norm` is set."""
-        return self.normed_queries(self.split(q_BTC))
+        """Reshape `[B, T, H K]` to `[B, H, T, K]`, normalised if `qk_norm` is set, for `score_scale`."""
+        q_BHTK, scale = self.normed_queries(self.split(q_BTC)), self.config.score_scale
+        return q_BHTK if scale is None else q_BHTK * (scale * math.sqrt(self.config.channels))
 
     def key_heads(self, k_BTC: Tensor) -> Tensor:
         """Reshape `[B, T, G K]` to `[B, G, T, K]`, normalised if `qk_norm` is set."""

@@ -54,6 +54,13 @@ class RecurrentAttention(ScannedAttention):
         norm_eps: float = later(1e-6)
         """Added to the mean square by which a head's output is divided."""
 
+        def check_heads(self) -> None:
+            """Raise `ValueError` if the heads don't divide the model width, and their channels are not given."""
+            if self.key_channels is None or self.value_channels is None:
+                super().check_heads()
+            else:
+                self.check_least(dim=1, num_heads=1)
+
         def __post_init__(self) -> None:
             super().__post_init__()
             for name in ("key_channels", "value_channels"):

@@ -13,17 +13,20 @@ from subquad.cli.arguments import Parser
 from subquad.data.files import MODEL_FILES, aside
 from subquad.training.checkpoint import share
 
+NAMES = ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "mamba2", "granitemoehybrid")
+"""Keys of `subquad.hf.families.FAMILIES`, whose import would take seconds."""
+
 
 def make_parser() -> Parser:
     """Return the command's options."""
     parser = Parser(
         "export RUN --out FOLDER",
-        "Convert a subquad model with full attention into a transformers model that loads without subquad: same "
-        "weights, same logits.",
+        "Convert a subquad model with full attention or Mamba-2 layers into a transformers model that loads without "
+        "subquad: same weights, same logits.",
     )
     parser.add_argument("run", type=str, help="Folder of a run, or of an imported model.")
     parser.add_argument("--out", type=str, required=True, help="Folder to write: new or empty.")
-    parser.add_optional("--family", "llama, qwen2, qwen3, gpt2 or gpt_neox. null: the first of these that fits.")
+    parser.add_optional("--family", f"{', '.join(NAMES)}. null: the first of these that fits.")
     return parser
 
 

@@ -22,8 +22,8 @@ def make_parser() -> Parser:
     """Return the command's options."""
     parser = Parser(
         "import MODEL --out FOLDER",
-        "Convert a transformers model (Llama, Qwen2, Qwen3, GPT-2, GPT-NeoX) or a llama2.c checkpoint into a subquad "
-        "model with full attention: same weights, same logits. generate, eval, audit and serve read the result.",
+        "Convert a transformers model (Llama, Qwen2, Qwen3, GPT-2, GPT-NeoX, Mamba-2, Granite 4 hybrids) or a llama2.c "
+        "checkpoint into a subquad model: same weights, same logits. generate, eval, audit and serve read the result.",
     )
     parser.add_argument(
         "model", type=str, help="Folder of a transformers model, its name on the Hugging Face hub, or a llama2.c .bin."

@@ -74,6 +74,9 @@ class SubquadConfig(PreTrainedConfig):
     parallel_residual: bool = _default("parallel_residual")
     rope_fraction: float = _default("rope_fraction")
     rope_scaling: dict[str, Any] | None = _default("rope_scaling")
+    embedding_scale: float = _default("embedding_scale")
+    residual_scale: float = _default("residual_scale")
+    logit_divisor: float = _default("logit_divisor")
     use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None

@@ -1,8 +1,9 @@
-"""Import and export: transformers models as ours with `full` attention, and back, tensor by tensor."""
+"""Import and export: transformers models as ours, and back, tensor by tensor."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from subquad.attention import mechanism
 from subquad.config import suggest
 from subquad.hf.config import SubquadConfig
 from subquad.hf.families import FAMILIES, Family, rope
-from subquad.hf.families.base import Move, same, token_ids
+from subquad.hf.families.base import Move, mixer, same, token_ids
 from subquad.hf.interface import wanted_attention
 from subquad.hf.loading import CONFIG, check_sizes, fetch, naming, quiet, read_config
 from subquad.hf.model import SubquadForCausalLM
 from subquad.layers.feedforward import build_feedforward
+from subquad.models.blocks import mechanism_options
 from subquad.models.config import DecoderConfig
 
 TRAINING_ALONE = ("dropout", "attention_dropout", "init_std")
@@ -30,9 +32,9 @@ TRAINING_ALONE = ("dropout", "attention_dropout", "init_std")
 def from_transformers(model: PreTrainedModel | str | os.PathLike[str]) -> SubquadForCausalLM:
     """Return our causal language model with the settings, tensors and therefore logits of a transformers model.
 
-    `model` is a causal language model of family `llama`, `qwen2`, `qwen3`, `gpt2` or `gpt_neox`, its folder, or its
-    name on the hub (safetensors only). Attention is `full`, or what `config.subquad` names. Tensors are copied in their
-    dtype, special tokens are kept, and the model is in evaluation mode. Raises `ValueError` for another family, for a
+    `model` is a causal language model of a family in `FAMILIES`, its folder, or its name on the hub (safetensors only).
+    Its layers are the family's mechanisms, or the one that `config.subquad` names. Tensors are copied in their dtype,
+    special tokens are kept, and the model is in evaluation mode. Raises `ValueError` for another family, for a
     setting that our decoder does not support (naming it), and for tensors that are missing, left over or misshapen.
     """
     if isinstance(model, str | os.PathLike):
@@ -52,8 +54,10 @@ def _taken(model: PreTrainedModel) -> SubquadForCausalLM:
     if config.tie_embeddings:
         _check_tied(tensors, family, config)
     entry = getattr(model.config, "subquad", None)
-    attention, options = ("full", {}) if entry is None else wanted_attention(entry)
-    attending = config.replace(attention=attention, options={attention: options} if options else {})
+    attending = config
+    if entry is not None:
+        attention, options = wanted_attention(entry)
+        attending = config.replace(attention=attention, options={attention: options} if options else {})
     with torch.device("meta"):
         made = SubquadForCausalLM(SubquadConfig.from_decoder(attending, **token_ids(model.config)))
     ours: dict[str, Tensor] = {}
@@ -62,7 +66,8 @@ def _taken(model: PreTrainedModel) -> SubquadForCausalLM:
             raise ValueError(f"the {family.name} model has no tensor {move.theirs!r}")
         for name, part in zip(move.ours, move.cut(tensors.pop(move.theirs).detach()), strict=True):
             ours[f"model.{name}"] = part.clone(memory_format=torch.contiguous_format)
-    for copy, source in mechanism(attention).copied.items():
+    copies = {copy: source for name in attending.mechanisms for copy, source in mechanism(name).copied.items()}
+    for copy, source in copies.items():
         found = {name: tensor for name, tensor in ours.items() if f".attention.{source}." in name}
         ours |= {name.replace(f".{source}.", f".{copy}."): tensor.clone() for name, tensor in found.items()}
     if tensors:
@@ -74,14 +79,20 @@ def _taken(model: PreTrainedModel) -> SubquadForCausalLM:
 def to_transformers(model: SubquadForCausalLM, family: str | None = None) -> PreTrainedModel:
     """Return a transformers model with the settings, tensors and therefore logits of ours.
 
-    `family` is `llama`, `qwen2`, `qwen3`, `gpt2` or `gpt_neox`; None: the first that fits. Dropout and the initial
-    spread of weights are dropped if the family has none. Raises `ValueError` for an unknown family and for a setting
-    that the family does not support, such as any mechanism but `full`, naming it.
+    `family` is a name in `FAMILIES`; None: the first that fits. Dropout and the initial spread of weights are dropped
+    if the family has none. Raises `ValueError` for an unknown family and for a setting that the family does not
+    support, such as a mechanism that its layers cannot be, naming it.
     """
     if not isinstance(model, SubquadForCausalLM):
         raise TypeError(f"model must be a SubquadForCausalLM, got {type(model).__name__}")
     if family is not None and family not in FAMILIES:
         raise ValueError(f"unknown family {family!r}; {suggest(family, FAMILIES)}")
+    known = {name for each in FAMILIES.values() for name in each.mechanisms}
+    for name in model.model.config.mechanisms:
+        if name not in known:
+            raise ValueError(
+                f"transformers' models do not support attention {name!r}, only {', '.join(map(repr, sorted(known)))}"
+            )
     config = canonical(model.model.config)
     chosen, values = _fitting(config, [FAMILIES[family]] if family is not None else list(FAMILIES.values()))
     theirs_class: Any = getattr(transformers, chosen.model)
@@ -102,26 +113,34 @@ def to_transformers(model: SubquadForCausalLM, family: str | None = None) -> Pre
 
 def canonical(config: DecoderConfig) -> DecoderConfig:
     """Return the same decoder with derived settings made explicit and settings without effect at their defaults."""
-    names = set(config.mechanisms)
-    biases = {name: getattr(config, name) for name in ("qkv_bias", "out_bias", "ff_bias")}
+    names = config.mechanisms
+    having = ("qkv_bias", "out_bias", *(["ff_bias"] if config.feedforward != "none" else []))
+    biases = {name: getattr(config, name) for name in having}
     width = config.ff_dim
-    if width is None and config.feedforward != "bilinear":
+    if width is None and config.feedforward not in ("bilinear", "none"):
         with torch.device("meta"):
             width = build_feedforward(config.feedforward, config.dim, mult=config.ff_mult).down.in_features
     return config.replace(
-        attention=names.pop() if len(names) == 1 else config.attention,
-        options={name: options for name, options in config.options.items() if name in config.mechanisms},
+        attention=names[0] if len({*names}) == 1 else config.layer_mechanisms,
+        options={name: own for name in sorted({*names}) if (own := _own_options(config, name))},
         num_kv_heads=config.num_kv_heads or config.num_heads,
         head_dim=config.head_dim or config.dim // config.num_heads,
         ff_dim=width,
         ff_mult=DecoderConfig.ff_mult if width is not None else config.ff_mult,
-        norm_eps=config.norm_eps or (1e-6 if config.norm == "rms" else 1e-5),
-        bias=False,
+        norm_eps=config.norm_eps or (1e-5 if config.norm == "layer" else 1e-6),
+        bias=config.bias and any("qkv_bias" not in mechanism(name).option_names() for name in names),
         **{name: config.bias if value is None else value for name, value in biases.items()},
         loop_loss=config.loop_loss if config.loops > 1 else "last",
         lookup_residual=config.lookup_residual or config.lookup is None,
         rope_base=config.rope_base if config.position == "rope" else DecoderConfig.rope_base,
     )
+
+
+def _own_options(config: DecoderConfig, name: str) -> dict[str, Any]:
+    """Return the options of a mechanism that differ from those that the decoder's settings give it."""
+    own, given = mixer(config, name), mechanism_options(config.replace(options={}), name)
+    values = {field.name: (getattr(own, field.name), given.get(field.name, field.default)) for field in fields(own)}
+    return {key: value for key, (value, usual) in values.items() if value != usual and key != "dim"}
 
 
 def _simplest(settings: dict[str, Any]) -> dict[str, Any]:
@@ -150,15 +169,15 @@ def _family(config: Any) -> Family:
 
 def _fitting(config: DecoderConfig, families: list[Family]) -> tuple[Family, dict[str, Any]]:
     """Return the first family that supports every setting of `config`, and the values of its configuration."""
-    for name in config.mechanisms:
-        if name != "full":
-            raise ValueError(f"transformers' models do not support attention {name!r}, only 'full'")
     if config.feedforward == "bilinear":
         raise ValueError("transformers' models do not support feedforward='bilinear'")
-    without_effect = {*TRAINING_ALONE, "max_positions"} if config.position == "rope" else set(TRAINING_ALONE)
+    without_effect = set(TRAINING_ALONE) if config.position == "learned" else {*TRAINING_ALONE, "max_positions"}
     wanted = {name: value for name, value in config.to_dict().items() if name not in without_effect}
     reasons: dict[str, str] = {}
     for family in families:
+        if others := sorted({*config.mechanisms} - {*family.mechanisms}):
+            reasons[family.name] = f"it has no attention {', '.join(map(repr, others))}"
+            continue
         try:
             values = family.config(config)
             theirs: Any = getattr(transformers, family.model)
@@ -206,6 +225,8 @@ def _load(place: str | os.PathLike[str]) -> PreTrainedModel:
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{place} holds no {CONFIG}, so it is not the folder of a transformers model")
     config: Any = read_config(folder)
+    if any(config.model_type == family.holder for family in FAMILIES.values()):
+        config = config.text_config  # transformers leaves the tensors for images out
     theirs: Any = getattr(transformers, _family(config).model)
     rope.check(config)
     check_sizes(theirs, folder, config)

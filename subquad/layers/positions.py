@@ -164,12 +164,19 @@ class Learned(nn.Module):
 
 
 class Embedding(nn.Module):
-    """`dropout(E[token] + position)`; `position` is None if positions enter elsewhere or not at all."""
+    """`dropout(scale E[token] + position)`; `position` is None if positions enter elsewhere or not at all."""
 
     def __init__(
-        self, vocab_size: int, dim: int, *, position: Sinusoidal | Learned | None = None, dropout: float = 0.0
+        self,
+        vocab_size: int,
+        dim: int,
+        *,
+        position: Sinusoidal | Learned | None = None,
+        dropout: float = 0.0,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
+        self.scale = scale
         self.tokens = nn.Embedding(vocab_size, dim)
         self.position = position
         self.dropout = nn.Dropout(dropout)
@@ -177,6 +184,8 @@ class Embedding(nn.Module):
     def forward(self, tokens_BT: Tensor, start: int | Tensor = 0, lengths_B: Tensor | None = None) -> Tensor:
         """Embed `tokens_BT` from position `start` on; row b has `lengths_B[b]` real tokens before padding (None: T)."""
         x_BTD = self.tokens(tokens_BT)
+        if self.scale != 1:
+            x_BTD = x_BTD * self.scale
         if self.position is not None:
             x_BTD = self.position(x_BTD, start, lengths_B)
         return self.dropout(x_BTD)

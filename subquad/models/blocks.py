@@ -27,7 +27,7 @@ from subquad.parallel import ContextGroup, active_group, context_parallel
 from subquad.state import State
 
 PROJECTIONS = ("head_dim", "qk_norm", "qkv_bias", "out_bias")
-"""Settings of projections; every layer's mechanism must support those that differ from their defaults."""
+"""Settings of projections; a layer's mechanism must support those that differ from their defaults."""
 
 
 class ResidualBlock(nn.Module):
@@ -41,7 +41,8 @@ class ResidualBlock(nn.Module):
 class Block(ResidualBlock):
     """`x + attention(norm(x))`, then `x + feedforward(norm(x))`, with dropout on each branch.
 
-    With `parallel_residual` both branches read the same x: `x + attention(norm(x)) + feedforward(norm'(x))`.
+    With `parallel_residual` both branches read the same x: `x + attention(norm(x)) + feedforward(norm'(x))`. With
+    `feedforward="none"` there is no second branch. What a branch adds is multiplied by `residual_scale`.
     """
 
     def __init__(self, config: DecoderConfig, mixer: Attention) -> None:
@@ -49,14 +50,17 @@ class Block(ResidualBlock):
         self.parallel_residual = config.parallel_residual
         self.attention_norm = build_norm(config.norm, config.dim, config.norm_eps)
         self.attention = mixer
-        self.feedforward_norm = build_norm(config.norm, config.dim, config.norm_eps)
-        self.feedforward = build_feedforward(
-            config.feedforward,
-            config.dim,
-            mult=config.ff_mult,
-            bias=config.bias if config.ff_bias is None else config.ff_bias,
-            hidden=config.ff_dim,
-        )
+        self.feedforward: Any = None
+        if config.feedforward != "none":
+            self.feedforward_norm = build_norm(config.norm, config.dim, config.norm_eps)
+            self.feedforward = build_feedforward(
+                config.feedforward,
+                config.dim,
+                mult=config.ff_mult,
+                bias=config.bias if config.ff_bias is None else config.ff_bias,
+                hidden=config.ff_dim,
+            )
+        self.residual_scale = config.residual_scale
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -73,15 +77,18 @@ class Block(ResidualBlock):
         else:
             y_BTD, state, memory = self.attention.mix(z_BTD, state, lengths_B, memory)
         read_BTD = x_BTD
-        x_BTD = x_BTD + self.dropout(y_BTD)
+        x_BTD = torch.add(x_BTD, self.dropout(y_BTD), alpha=self.residual_scale)
+        if self.feedforward is None:
+            return x_BTD, state, memory
         read_BTD = read_BTD if self.parallel_residual else x_BTD
-        return x_BTD + self.dropout(self.feedforward(self.feedforward_norm(read_BTD))), state, memory
+        y_BTD = self.dropout(self.feedforward(self.feedforward_norm(read_BTD)))
+        return torch.add(x_BTD, y_BTD, alpha=self.residual_scale), state, memory
 
     def output_projections(self) -> list[nn.Linear]:
         """Return the linear layers that write into the residual stream: the mechanism's `out` and `*_out`; `down`."""
         named = [(name.rpartition(".")[2], module) for name, module in self.attention.named_modules()]
         out = [m for name, m in named if isinstance(m, nn.Linear) and (name == "out" or name.endswith("_out"))]
-        return [*out, self.feedforward.down]
+        return out if self.feedforward is None else [*out, self.feedforward.down]
 
 
 def run_blocks(
@@ -152,14 +159,12 @@ def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Atte
         raise ValueError(f"num_kv_heads={config.num_kv_heads} has no effect: {listed} has no such option; leave it out")
     for key in PROJECTIONS:
         value = getattr(config, key)
-        if value != DecoderConfig.__dataclass_fields__[key].default:
-            for name, cls in chosen.items():
-                if key not in cls.option_names():
-                    raise ValueError(f"{key}={value} has no meaning for attention {name!r}; leave it out")
-    repeats = config.num_layers // len(config.mechanisms)
+        unsaid = value == DecoderConfig.__dataclass_fields__[key].default
+        if not (unsaid or any(key in cls.option_names() for cls in chosen.values())):
+            raise ValueError(f"{key}={value} has no meaning for attention {listed!r}; leave it out")
     layers: list[Attention] = []
-    for name in config.mechanisms * repeats:
-        options = _options(config, name, chosen[name], causal)
+    for name in config.layer_mechanisms:
+        options = mechanism_options(config, name, causal=causal)
         known = chosen[name].option_names()
         if "own_memory" in known and any("own_memory" in layer.option_names() for layer in layers):
             options = {"own_memory": False} | options  # the first such layer's memory serves them all
@@ -168,7 +173,9 @@ def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Atte
     return layers
 
 
-def _options(config: DecoderConfig, name: str, cls: type[Attention], causal: bool) -> dict[str, Any]:
+def mechanism_options(config: DecoderConfig, name: str, *, causal: bool = True) -> dict[str, Any]:
+    """Return the options of the mechanism `name` but `dim`: those that the decoder's settings give, and its own."""
+    cls = attention.mechanism(name)
     shared = {
         "num_kv_heads": config.num_kv_heads,
         "rope": config.position == "rope",
@@ -179,6 +186,7 @@ def _options(config: DecoderConfig, name: str, cls: type[Attention], causal: boo
     }
     if "qk_norm" in cls.option_names():
         shared["norm_eps"] = config.norm_eps if config.qk_norm else None
+        shared["zero_centred"] = config.qk_norm and config.norm == "zero_centred_rms"
     options = {key: value for key, value in shared.items() if key in cls.option_names()}
     options |= {"num_heads": config.num_heads, "bias": config.bias, "dropout": config.attention_dropout}
     options |= {"causal": causal} | config.options.get(name, {})
@@ -205,7 +213,13 @@ def check_options(config: DecoderConfig) -> None:
 
 def token_embedding(config: DecoderConfig) -> Embedding:
     """Return the token table, with the added positions (sines or a learned table) that `config.position` asks for."""
-    return Embedding(config.vocab_size, config.dim, position=added_positions(config), dropout=config.dropout)
+    return Embedding(
+        config.vocab_size,
+        config.dim,
+        position=added_positions(config),
+        dropout=config.dropout,
+        scale=config.embedding_scale,
+    )
 
 
 def added_positions(config: DecoderConfig, rows: int | None = None) -> Sinusoidal | Learned | None:
@@ -239,8 +253,8 @@ def initialise(module: nn.Module, std: float, branch_outputs: Container[nn.Modul
         depth = branches if module in branch_outputs else 1
         nn.init.normal_(module.weight, std=std / math.sqrt(depth))
     elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
-        nn.init.ones_(module.weight)
-    if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+        module.reset_parameters()
+    if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
 
 

@@ -36,10 +36,11 @@ class DecoderConfig(Config):
     """Longest sequence for position=learned: the rows of its table."""
     rope_base: float = 10000.0
     """Base of the rotary frequencies."""
-    norm: Literal["layer", "rms"] = "rms"
-    """Normalisation before attention and feed-forward."""
-    feedforward: Literal["gelu", "gelu_tanh", "swiglu", "bilinear"] = "swiglu"
-    """Feed-forward network; gelu_tanh is GPT-2's approximation, bilinear is ELiTA's FeedForward2."""
+    norm: Literal["layer", "rms", "zero_centred_rms"] = "rms"
+    """Normalisation before attention and feed-forward; zero_centred_rms multiplies by 1 + its weights (Qwen3-Next)."""
+    feedforward: Literal["gelu", "gelu_tanh", "swiglu", "bilinear", "none"] = "swiglu"
+    """Feed-forward network; gelu_tanh is GPT-2's approximation, bilinear is ELiTA's FeedForward2, and with none a
+    block is its mechanism alone (Mamba-2)."""
     ff_mult: float = 4.0
     """Hidden width over D of a GELU network; SwiGLU uses two thirds of it, which keeps the parameter count, and
     bilinear a factor of 2 x ff_mult (an eighth more parameters)."""
@@ -67,9 +68,10 @@ class DecoderConfig(Config):
     ff_dim: int | None = later(None)
     """Hidden width of the feed-forward network (None: from ff_mult)."""
     norm_eps: float | None = later(None)
-    """Constant that norms add to the variance or mean square (None: 1e-5 for layer, 1e-6 for rms)."""
+    """Constant that norms add to the variance or mean square (None: 1e-5 for layer, 1e-6 for the others)."""
     qk_norm: bool = later(False)
-    """RMS-normalise queries and keys over each head's channels, before rotating them (Qwen3)."""
+    """RMS-normalise queries and keys over each head's channels, before rotating them (Qwen3); zero-centred if norm
+    is."""
     qkv_bias: bool | None = later(None)
     """Biases of queries, keys and values (None: as bias)."""
     out_bias: bool | None = later(None)
@@ -82,6 +84,12 @@ class DecoderConfig(Config):
     """Fraction of each head's channels that rotary positions rotate, from the first on."""
     rope_scaling: RopeScaling | None = later(None)
     """Change of rotary frequencies for longer sequences, as in {kind: linear, factor: 4} (None: no change)."""
+    embedding_scale: float = later(1.0)
+    """Factor on the tokens' embeddings, before positions are added."""
+    residual_scale: float = later(1.0)
+    """Factor on what each branch adds to the residual stream."""
+    logit_divisor: float = later(1.0)
+    """Divisor of the vectors after the last norm, and so of the logits."""
 
     def __post_init__(self) -> None:
         self.check_least(vocab_size=1, dim=1, num_layers=1, num_heads=1, max_positions=1, loops=1)
@@ -94,7 +102,7 @@ class DecoderConfig(Config):
             raise ValueError(
                 f"num_kv_heads must divide num_heads, got num_kv_heads={self.num_kv_heads}, num_heads={self.num_heads}"
             )
-        for name in ("rope_base", "ff_mult", "init_std"):
+        for name in ("rope_base", "ff_mult", "init_std", "embedding_scale", "residual_scale", "logit_divisor"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.norm_eps is not None and not self.norm_eps > 0:
@@ -107,8 +115,12 @@ class DecoderConfig(Config):
                     f"{name} is for rotary positions, and position={self.position!r}; choose position=rope or leave "
                     f"{name} out"
                 )
-        if self.ff_dim is not None and self.feedforward == "bilinear":
-            raise ValueError(f"feedforward='bilinear' has no hidden width of its own, got ff_dim={self.ff_dim}")
+        if self.ff_dim is not None and self.feedforward in ("bilinear", "none"):
+            raise ValueError(
+                f"feedforward={self.feedforward!r} has no hidden width of its own, got ff_dim={self.ff_dim}"
+            )
+        if self.feedforward == "none":
+            self.check_default("feedforward='none'", "ff_bias", "parallel_residual")
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
@@ -126,10 +138,26 @@ class DecoderConfig(Config):
         """Return a configuration of this class with the settings of `config`; `own` sets the fields that it adds."""
         return cls(**{field.name: getattr(config, field.name) for field in fields(DecoderConfig)} | own)
 
+    def check_default(self, owner: str, *names: str) -> None:
+        """Raise `ValueError` for a setting that `owner` does not support, unless it has its default."""
+        for name in names:
+            if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
+                raise ValueError(f"{name}={value} has no meaning for {owner}; leave it out")
+
+    @property
+    def branches(self) -> int:
+        """Number of branches that write into the residual stream."""
+        return (1 if self.feedforward == "none" else 2) * self.num_layers * self.loops
+
     @property
     def mechanisms(self) -> list[str]:
         """The names in `attention`, as a list; the layers repeat it."""
         return [self.attention] if isinstance(self.attention, str) else list(self.attention)
+
+    @property
+    def layer_mechanisms(self) -> list[str]:
+        """The name of each layer's mechanism."""
+        return self.mechanisms * (self.num_layers // len(self.mechanisms))
 
 
 def check_choices(config: Config, *names: str) -> None:

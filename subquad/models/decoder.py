@@ -41,7 +41,7 @@ IGNORED = -100
 
 
 class Decoder(nn.Module):
-    """`logits = norm(h) @ E^T`, where `h` are the embeddings `E[tokens]` after `num_layers` pre-norm blocks.
+    """`logits = norm(h) @ E^T / logit_divisor`, with h the embeddings `E[tokens]` after `num_layers` pre-norm blocks.
 
     With `loops` P > 1 the blocks run P times, `h <- blocks(h + b_p)`, with a learned bias and a state for each pass;
     the norm is applied only before the head. With `lookup` the logits go through `subquad.layers.head.Lookup`. Both
@@ -86,11 +86,10 @@ class Decoder(nn.Module):
     def initialise(self, module: nn.Module) -> None:
         """Set one module's initial weights: normal(init_std) in linear layers and tables, ones in norms, zero biases.
 
-        The projections that write into the residual stream (`Block.output_projections`) are `sqrt(2 * num_layers *
-        loops)` smaller, so that its size does not grow with the depth.
+        The projections that write into the residual stream (`Block.output_projections`) are
+        `sqrt(config.branches)` smaller, so that its size does not grow with the depth.
         """
-        branches = 2 * self.config.num_layers * self.config.loops
-        initialise(module, self.config.init_std, self.branch_outputs, branches)
+        initialise(module, self.config.init_std, self.branch_outputs, self.config.branches)
         if isinstance(module, PassBias):
             nn.init.zeros_(module.bias)
 
@@ -357,7 +356,8 @@ class Decoder(nn.Module):
             x_BTD = self.pass_biases[p](x_BTD) if loops > 1 else x_BTD
             x_BTD = run_blocks(self, x_BTD, state, lengths_B, layers, f"passes.{p}." if loops > 1 else "")
             if (training and self.config.loop_loss == "all") or p == loops - 1:
-                passes.append(self.norm(x_BTD))
+                h_BTD = self.norm(x_BTD)
+                passes.append(h_BTD if self.config.logit_divisor == 1 else h_BTD / self.config.logit_divisor)
         return passes
 
     def _check(self, tokens_BT: Tensor, state: State | None, mask: Tensor | None, docs: Tensor | None = None) -> None:

@@ -62,6 +62,7 @@ class EncoderConfig(DecoderConfig):
                 "pooling='class' does not work with causal=true: the class token comes first and would see no other "
                 "token; choose pooling mean or last"
             )
+        self.check_default("an encoder", "logit_divisor")
         if self.loops != 1 or self.lookup is not None:
             raise ValueError(
                 f"an encoder has neither loops nor a look-up head, got loops={self.loops}, lookup={self.lookup}"
@@ -95,7 +96,7 @@ class Encoder(nn.Module):
 
     def initialise(self, module: nn.Module) -> None:
         """Set one module's initial weights, as in the decoder."""
-        initialise(module, self.config.init_std, self.branch_outputs, 2 * self.config.num_layers)
+        initialise(module, self.config.init_std, self.branch_outputs, self.config.branches)
 
     def forward(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
         """Return the vectors `[B, T, D]` of `tokens` `[B, T]` after the last norm; zeros at padding.

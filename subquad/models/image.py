@@ -76,6 +76,7 @@ class ImageModelConfig(DecoderConfig):
             raise ValueError(
                 f"near must be at least 0 and below the image's sides, {self.height} x {self.width}, got {self.near}"
             )
+        self.check_default("an image model", "embedding_scale", "logit_divisor")
         if self.loops != 1 or self.lookup is not None:
             raise ValueError(
                 f"an image model has neither loops nor a look-up head, got loops={self.loops}, lookup={self.lookup}"
@@ -223,7 +224,7 @@ class ImageModel(nn.Module):
     @torch.no_grad()
     def initialise(self, module: nn.Module) -> None:
         """Set one module's initial weights, as in a decoder."""
-        initialise(module, self.config.init_std, self.branch_outputs, 2 * self.config.num_layers)
+        initialise(module, self.config.init_std, self.branch_outputs, self.config.branches)
         if module is self:
             self.bias.copy_(self.output.first_biases())
 

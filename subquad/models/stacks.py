@@ -208,6 +208,9 @@ DECODERS_OWN = (
     "parallel_residual",
     "rope_fraction",
     "rope_scaling",
+    "embedding_scale",
+    "residual_scale",
+    "logit_divisor",
 )
 """Settings of `DecoderConfig` that stacks do not support."""
 
@@ -258,7 +261,9 @@ def stack_of(config: DecoderConfig) -> Stack | None:
                 raise ValueError(
                     f"attention {name!r} is a whole stack and cannot be one layer of several, got {config.attention!r}"
                 )
-            _check_plain(config, name)
+            config.check_default(f"attention {name!r}", *DECODERS_OWN)
+            if config.feedforward == "none":
+                raise ValueError(f"attention {name!r} needs a feed-forward network, got feedforward='none'")
             return STACKS[name]
     return None
 
@@ -270,11 +275,3 @@ def options_of(config: DecoderConfig) -> StackOptions:
         return StackOptions()
     where = f"model.options.{stack.name}"
     return stack.options.from_dict(config.options.get(stack.name, {}), where=where)
-
-
-def _check_plain(config: DecoderConfig, name: str) -> None:
-    """Raise `ValueError` for settings that stacks do not support."""
-    for key in DECODERS_OWN:
-        value = getattr(config, key)
-        if value != type(config).__dataclass_fields__[key].default:
-            raise ValueError(f"{key}={value} has no meaning for attention {name!r}; leave it out")

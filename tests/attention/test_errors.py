@@ -45,6 +45,8 @@ def test_options_of_softmax_mechanisms_are_checked(name):
     for base in (0.0, -1.0):
         with refuses(f"rope_base must be positive, got {base}"):
             build(name, **SIZES, rope_base=base)
+    with refuses("score_scale must be above 0, or None, got 0.0"):
+        build(name, **SIZES, score_scale=0.0)
     with refuses("rope needs an even head size, got dim / num_heads = 3"):
         build(name, dim=6, num_heads=2, rope=True)
 

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -7,6 +8,44 @@ from subquad.testing import AttentionContract, assert_same_maths
 
 class TestGatedDeltaNet(AttentionContract):
     name = "gated_delta_net"
+
+
+class TestGatedDeltaNetWithKeyHeads(AttentionContract):
+    """Two heads of queries and keys for four of values, whose channels do not divide the model width."""
+
+    name = "gated_delta_net"
+    num_heads, fewest_heads = 4, 2
+    options = {"num_key_heads": 2, "key_channels": 5, "value_channels": 3, "convolution": 2}
+    laws = (2, 3, 4, 8, 11, 15)
+
+
+@torch.no_grad()
+def test_neighbouring_heads_share_queries_and_keys():
+    """Each of two key heads serves two neighbouring heads: the same as four with these rows twice."""
+    torch.manual_seed(0)
+    channels = {"dim": 10, "num_heads": 4, "key_channels": 3, "value_channels": 2}
+    shared = attention.build("gated_delta_net", **channels, num_key_heads=2).double()
+    own = attention.build("gated_delta_net", **channels).double()
+    keys = torch.arange(6).view(2, 3).repeat_interleave(2, 0).flatten()
+    rows = torch.cat([keys, 6 + keys, torch.arange(12, 20)])
+    weights = shared.state_dict()
+    for name, places in (("query.weight", keys), ("key.weight", keys), ("convolution.weight", rows)):
+        weights[name] = weights[name][places]
+    own.load_state_dict(weights)
+    x = torch.randn(2, 70, 10, dtype=torch.float64)
+    assert_same_maths(shared(x)[0], own(x)[0])
+    assert_same_maths(shared.weights(x), own.weights(x))
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"num_key_heads": 3}, "num_key_heads must divide num_heads, got num_key_heads=3, num_heads=4"),
+    ({"num_key_heads": 0}, "num_key_heads must divide num_heads, got num_key_heads=0"),
+    ({"dim": 10}, "dim must be a positive multiple of num_heads, got dim=10"),
+    ({"dim": 0, "key_channels": 2, "value_channels": 2}, "dim must be at least 1, got 0"),
+])  # fmt: skip
+def test_heads_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        attention.build("gated_delta_net", **{"dim": 16, "num_heads": 4} | options)
 
 
 def test_a_head_decays_before_its_key_is_overwritten():

@@ -22,7 +22,7 @@ APART = {"segment": 8, "first_block_projections": True, "shared_kv": False, "key
 SIZES: dict[str, dict[str, Any]] = OPTIONS | {"llp_printed": APART, "longformer": {"width": 4, "num_global": 3}}
 SETTINGS: dict[str, Any] = {"head_dim": 10, "qk_norm": True, "norm_eps": 1e-3, "qkv_bias": True, "out_bias": False}
 SOFTMAX: dict[str, Any] = {
-    "num_kv_heads": 1, "rope": True, "rope_fraction": 0.4,
+    "num_kv_heads": 1, "rope": True, "rope_fraction": 0.4, "score_scale": 0.7,
     "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original=8),
 }  # fmt: skip
 """Settings that only softmax mechanisms have."""
@@ -55,7 +55,7 @@ def test_every_setting_is_in_the_definition_and_in_every_way_to_compute_it(name:
 
 
 CHANGES = [(name, setting) for name in HEADED for setting in ("qk_norm", "norm_eps")]
-CHANGES += [(name, setting) for name in PROJECTED for setting in ("rope_fraction", "rope_scaling")]
+CHANGES += [(name, setting) for name in PROJECTED for setting in ("rope_fraction", "rope_scaling", "score_scale")]
 
 
 @pytest.mark.parametrize(("name", "setting"), CHANGES)
@@ -97,7 +97,9 @@ def test_settings_that_make_no_decoder_are_refused(settings: dict[str, Any], mes
         DecoderConfig(**settings)
 
 
-@pytest.mark.parametrize("setting", [{"head_dim": 8}, {"ff_dim": 8}, {"parallel_residual": True}, {"ff_bias": True}])
+@pytest.mark.parametrize("setting", [
+    {"head_dim": 8}, {"ff_dim": 8}, {"parallel_residual": True}, {"ff_bias": True}, {"residual_scale": 0.5},
+])  # fmt: skip
 def test_stacks_refuse_what_only_the_decoders_layers_have(setting: dict[str, Any]) -> None:
     options = {"perceiver_ar": {"latents": 4}}
     config = DecoderConfig(vocab_size=9, dim=16, num_heads=2, attention="perceiver_ar", options=options, **setting)

@@ -11,8 +11,11 @@ from safetensors.torch import load_file, save_file
 from subquad.cli import main
 from subquad.data import load_tokenizer
 from subquad.data.files import MODEL_FILES
+from subquad.generation import generate
+from subquad.hf import from_transformers
 from subquad.testing import assert_exact
 from tests.fuzz.targets import write_llama2c, write_llama2c_tokenizer
+from tests.hf.small import HYBRID
 
 SMALL = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
 HEADS = {"num_attention_heads": 2, "max_position_embeddings": 64}
@@ -57,6 +60,37 @@ def test_a_transformers_folder_comes_in_and_goes_out_again(llama, tmp_path, prin
         assert_exact(after[name], tensor, name)
     for name in MODEL_FILES:
         assert json_or_text(back / name) == json_or_text(llama / name)
+
+
+@pytest.mark.parametrize(("name", "values"), [
+    ("Mamba2ForCausalLM", {"num_heads": 4, "head_dim": 8, "n_groups": 2, "time_step_limit": (0.0, 1.0)}),
+    ("GraniteMoeHybridForCausalLM", HEADS | {"num_local_experts": 0, "layer_types": ["mamba"], "mamba_n_heads": 4}),
+    ("Qwen3_5ForCausalLM", HYBRID | {"vocab_size": 256}),
+    ("Qwen3NextForCausalLM", HYBRID | {"vocab_size": 256, "num_experts": 0}),
+])  # fmt: skip
+def test_recurrent_layers_come_in_generate_and_go_out_again(name, values, tmp_path, printed):
+    theirs, ours, back = (tmp_path / place for place in ("theirs", "ours", "back"))
+    cls = getattr(transformers, name)
+    cls(cls.config_class(**SMALL | values)).save_pretrained(theirs)
+    load_tokenizer("bytes").save(str(theirs / "tokenizer.json"))
+    printed("import", theirs, "--out", ours)
+    attention = json.loads((ours / "config.json").read_text())["attention"]
+    assert attention in ("mamba2", ["mamba2"], [*["gated_delta_net"] * 3, "full"])
+    text = printed("generate", ours, "--prompt", "ab", "--max_tokens", "40", "--temperature", "0")
+    tokens = list(generate(from_transformers(theirs).model, list(b"ab"), max_tokens=40, temperature=0))
+    assert text == f"ab{load_tokenizer('bytes').decode(tokens)}\n"
+    assert f"holds a {name}" in printed("export", ours, "--out", back, "--family", cls.config_class.model_type)
+    before, after = load_file(theirs / "model.safetensors"), load_file(back / "model.safetensors")
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert_exact(after[key], tensor, key)
+
+
+def test_the_families_in_the_help_are_those_that_there_are():
+    from subquad.cli import exporting
+    from subquad.hf.families import FAMILIES
+
+    assert tuple(FAMILIES) == exporting.NAMES
 
 
 def test_a_llama2c_checkpoint_is_generated_from_measured_and_audited(stories, tmp_path, capsys, printed):

@@ -21,7 +21,7 @@ HISTORIES = {
 MECHANISMS = [name for name in attention.names() if "causal" in attention.mechanism(name).forms]
 EXACT, REFILL = ([f"perceiver_ar {history} {decode}" for history in HISTORIES] for decode in ("exact", "refill"))
 QUICK = [*MECHANISMS, *EXACT, "perceiver_ar self refill", "hybrid", "loops", "learned", "sinks"]
-EVERY = [*QUICK, *(name for name in REFILL if name not in QUICK), "llp first block"]
+EVERY = [*QUICK, *(name for name in REFILL if name not in QUICK), "llp first block", "gated"]
 
 
 def every(quick=QUICK, names=EVERY):
@@ -38,6 +38,17 @@ OWN = {
     "hybrid": {"attention": ["latte", "full"], "position": "sinusoidal"},
     "loops": {"attention": "window", "options": {"window": {"width": 4}}, "loops": 2},
     "learned": {"attention": "linear", "position": "learned", "max_positions": 64},
+    "gated": {
+        "attention": ["gated_delta_net", "full"],
+        "norm": "zero_centred_rms",
+        "head_dim": 8,
+        "qk_norm": True,
+        "rope_fraction": 0.5,
+        "options": {
+            "gated_delta_net": {"num_heads": 4, "num_key_heads": 2, "key_channels": 5, "value_channels": 3},
+            "full": {"output_gate": True},
+        },
+    },
     "sinks": {
         "attention": ["window", "llp"],
         "options": {

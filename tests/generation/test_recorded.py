@@ -13,7 +13,9 @@ from subquad.testing import assert_exact, assert_same_maths
 from tests.generation.models import MECHANISMS, every, make, numbers
 
 
-@every(("linear", "elita", "llp", "full", "loops", "sinks"), (*MECHANISMS, "loops", "hybrid", "sinks"))
+@every(
+    ("linear", "elita", "llp", "full", "loops", "sinks", "gated"), (*MECHANISMS, "loops", "hybrid", "sinks", "gated")
+)
 def test_a_recorded_step_has_the_models_logits(name):
     model = make(name)
     fixed, states = FixedSlots(model, 2, 40), []

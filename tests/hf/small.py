@@ -1,5 +1,7 @@
 """Small models as transformers models, and small models of transformers, which the tests of hf share."""
 
+import inspect
+import sys
 from functools import partial
 
 import pytest
@@ -94,6 +96,26 @@ STOCK_OPTIONS = {
     "window": {"width": 5},
 }
 """Each attention implementation, with ranges shorter than the sequences."""
+
+
+HYBRID = {
+    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6, "linear_value_head_dim": 5, "max_position_embeddings": 64, "initializer_range": 0.2,
+}  # fmt: skip
+"""Three layers of Gated DeltaNet and one of full attention, as Qwen3.5 and Qwen3-Next name them."""
+
+
+def by_torch(model):
+    """Return the model of transformers, which then computes by its own functions on torch.
+
+    Packages of kernels take their place where they are installed, also on a machine without the GPU that they need.
+    """
+    module = sys.modules[type(model).__module__]
+    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn"):
+        if hasattr(module, name):
+            setattr(module, name, inspect.unwrap(getattr(module, name)))
+    return model
 
 
 def stock_config(kind, **changes):

@@ -17,7 +17,7 @@ def test_it_holds_every_field_of_the_decoder_with_its_default():
         feedforward="gelu", ff_mult=2.0, loops=3, loop_loss="all", bias=True, dropout=0.1, attention_dropout=0.2,
         tie_embeddings=False, lookup=64, lookup_residual=False, init_std=0.1, head_dim=10, ff_dim=20, norm_eps=1e-3,
         qk_norm=True, qkv_bias=False, out_bias=False, ff_bias=False, parallel_residual=True, rope_fraction=0.4,
-        rope_scaling=RopeScaling(factor=2.0),
+        rope_scaling=RopeScaling(factor=2.0), embedding_scale=2.0, residual_scale=3.0, logit_divisor=4.0,
     )  # fmt: skip
     different = {f.name for f in dataclasses.fields(odd) if getattr(odd, f.name) != getattr(DecoderConfig(), f.name)}
     assert different == {f.name for f in dataclasses.fields(odd)} - {"position"}

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from subquad import hf
 from subquad.hf import SubquadCache, SubquadConfig, SubquadForCausalLM, from_transformers, to_transformers
-from subquad.hf.families import rope
+from subquad.hf.families import FAMILIES, rope
 from subquad.hf.pattern_attention import OPTIONS
+from subquad.hf.transfer import canonical
 from subquad.layers.feedforward import build_feedforward
 from subquad.layers.scaling import RopeScaling
 from subquad.testing import assert_exact, assert_in_budget, assert_same_maths
-from tests.hf.small import positions
+from tests.hf.small import HYBRID, by_torch, positions
 from tests.models.small import assert_refused
 
 NEOX = {
@@ -25,6 +26,22 @@ NEOX = {
 }  # fmt: skip
 SMALL = NEOX | {"num_key_value_heads": 2}
 GPT2 = {"vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
+MAMBA2 = {
+    "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 6, "head_dim": 8, "state_size": 5,
+    "n_groups": 2, "initializer_range": 0.2,
+}  # fmt: skip
+GRANITE = SMALL | {
+    "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0,
+    "shared_intermediate_size": 40, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_d_state": 5, "mamba_n_groups": 2,
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 7.0, "attention_multiplier": 0.3,
+    "position_embedding_type": "nope",
+}  # fmt: skip
+HYBRID_TOO = HYBRID | {
+    "hidden_size": 26, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-3,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+DENSE = HYBRID | {"num_experts": 0}
+DENSE_TOO = DENSE | {"linear_num_key_heads": 1, "layer_types": ["full_attention", "linear_attention"] * 2}
 ORIGINAL = "original_max_position_embeddings"
 ROPES = {
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -58,6 +75,32 @@ CASES = {
     "gpt2_untied": ("GPT2LMHeadModel", GPT2 | UNTIED | {"n_inner": 36, "activation_function": "gelu"}),
     "gpt_neox": ("GPTNeoXForCausalLM", NEOX | rotated(partial_rotary_factor=0.4)),
     "gpt_neox_serial": ("GPTNeoXForCausalLM", NEOX | SERIAL | rotated(partial_rotary_factor=1.0)),
+    "qwen3_5": ("Qwen3_5ForCausalLM", HYBRID | rotated(partial_rotary_factor=0.5)),
+    "qwen3_5_tied_biases": ("Qwen3_5ForCausalLM", HYBRID_TOO | BIASES | rotated(500.0, partial_rotary_factor=1.0)),
+    "qwen3_next": ("Qwen3NextForCausalLM", DENSE | rotated(partial_rotary_factor=0.5)),
+    "qwen3_next_yarn": ("Qwen3NextForCausalLM", DENSE_TOO | rotated(500.0, **ROPES["yarn"], partial_rotary_factor=0.5)),
+    "mamba2": ("Mamba2ForCausalLM", MAMBA2),
+    "mamba2_tied": (
+        "Mamba2ForCausalLM",
+        MAMBA2
+        | TIED
+        | {"use_bias": True, "time_step_limit": (0.01, 0.06), "layer_norm_epsilon": 1e-3, "conv_kernel": 3},
+    ),
+    "granite": ("GraniteMoeHybridForCausalLM", GRANITE),
+    "granite_rope": (
+        "GraniteMoeHybridForCausalLM",
+        GRANITE
+        | TIED
+        | BIASES
+        | rotated(500.0, rope_type="default")
+        | {
+            "mamba_proj_bias": True,
+            "time_step_limit": (1.0, 1.4),
+            "position_embedding_type": "rope",
+            "rms_norm_eps": 1e-3,
+            "attention_multiplier": 6**-0.5,
+        },
+    ),
 }
 
 
@@ -80,7 +123,7 @@ def theirs(case, **changes):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
+    return by_torch(model).eval()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -93,18 +136,27 @@ def test_logits_and_gradients_are_those_of_transformers(case, monkeypatch):
     actual = ours(TOKENS, labels=TOKENS)
     actual.loss.backward()
     assert_same_maths(actual.logits, expected.logits, case)
-    assert_same_maths(ours.get_input_embeddings().weight.grad, model.get_input_embeddings().weight.grad, case)
-    assert all(p.grad is not None and bool(p.grad.any()) for p in ours.parameters() if p.numel() > 24)
+    gradients = {name: parameter.grad for name, parameter in ours.model.named_parameters()}
+    theirs_too = {name: parameter.grad for name, parameter in model.named_parameters()}
+    family = FAMILIES[model.config.model_type]
+    for move in family.moves(canonical(ours.config.decoder_config())):
+        for name, gradient in zip(move.ours, move.cut(theirs_too[move.theirs]), strict=True):
+            assert_same_maths(gradients.pop(name), gradient, name)
+    if "head.weight" in gradients:
+        assert_same_maths(gradients.pop("head.weight"), theirs_too[family.head], "head")
+    assert not gradients, "every parameter has been compared"
+    assert all(bool(p.grad.any()) for p in ours.parameters() if p.numel() > 24)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gpt2", "gpt_neox", "mamba2", "granite", "qwen3_5", "qwen3_next"])
 @torch.no_grad()
 def test_padding_and_the_cache_give_the_logits_of_transformers(case, monkeypatch):
     mask_BT = torch.ones(2, 40, dtype=torch.int64)
     mask_BT[0, :7] = 0
     with all_float64(monkeypatch):
         model = theirs(case).double()
-        expected_BTV = model(TOKENS, attention_mask=mask_BT, position_ids=positions(mask_BT)).logits
+        places = {} if case.startswith("mamba") else {"position_ids": positions(mask_BT)}
+        expected_BTV = model(TOKENS, attention_mask=mask_BT, **places).logits
     ours, cache, parts = from_transformers(model), SubquadCache(), []
     for start, stop in ((0, 30), *((t, t + 1) for t in range(30, 40))):
         known = {"attention_mask": mask_BT[:, :stop], "past_key_values": cache}
@@ -114,7 +166,7 @@ def test_padding_and_the_cache_give_the_logits_of_transformers(case, monkeypatch
     assert_same_maths(torch.cat(parts, 1)[real], expected_BTV[real], "cached")
 
 
-@pytest.mark.parametrize("case", ["llama_yarn", "qwen2", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("case", ["llama_yarn", "qwen2", "gpt2", "gpt_neox", "mamba2", "granite", "qwen3_5"])
 @torch.no_grad()
 def test_float32_logits_are_as_near_to_the_exact_ones_as_those_of_transformers(case):
     model = theirs(case)
@@ -129,7 +181,9 @@ def test_there_and_back_gives_the_same_tensors_and_settings(case, tmp_path):
     model = theirs(case)
     ours = from_transformers(model)
     back = to_transformers(ours, model.config.model_type)
-    assert type(back) is type(to_transformers(ours)) is type(model)  # the first family that fits
+    assert type(back) is type(model)
+    fitting = to_transformers(ours).config.model_type  # the first family that fits
+    assert fitting == ("qwen3_5_text" if model.config.model_type == "qwen3_next" else model.config.model_type)
     before, after = model.state_dict(), back.state_dict()
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -150,11 +204,31 @@ def test_a_decoder_of_ours_goes_to_llama():
         assert_in_budget(actual, plain, ours.double()(TOKENS).logits, torch.float32)
 
 
+def test_a_hybrid_of_ours_goes_to_granite():
+    torch.manual_seed(0)
+    config = SubquadConfig(
+        vocab_size=61, dim=24, num_layers=4, num_heads=4, num_kv_heads=2, attention=["mamba2", "full"], position="none",
+        norm_eps=1e-5, options={"mamba2": {"num_heads": 6, "state_channels": 5}, "latte": {}},
+    )  # fmt: skip
+    ours = SubquadForCausalLM(config).eval()
+    model = to_transformers(ours)
+    assert model.config.model_type == "granitemoehybrid"
+    with torch.no_grad():
+        actual, plain = model(TOKENS).logits, ours(TOKENS).logits
+        assert_in_budget(actual, plain, ours.double()(TOKENS).logits, torch.float32)
+
+
 @pytest.mark.parametrize(("case", "changes", "message"), [
     ("llama", {"hidden_act": "relu"}, "hidden_act='relu'"),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window=True"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
     ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop=0.3"),
+    ("mamba2", {"use_conv_bias": False}, "mamba2 with use_conv_bias=False; use_conv_bias must be True"),
+    ("mamba2", {"hidden_act": "gelu"}, "mamba2 with hidden_act='gelu'"),
+    ("granite", {"num_local_experts": 2}, "granitemoehybrid with num_local_experts=2; num_local_experts must be 0"),
+    ("granite", {"position_embedding_type": "alibi"}, "position_embedding_type='alibi'"),
+    ("granite", {"mamba_conv_bias": False}, "mamba_conv_bias=False"),
+    ("granite", {"head_dim": 8}, "head_dim=8; head_dim must be 6"),
 ])  # fmt: skip
 def test_settings_that_our_decoder_does_not_have_are_named(case, changes, message):
     with pytest.raises(ValueError, match=message):
@@ -176,7 +250,8 @@ def test_settings_changed_after_the_model_was_made_are_named(change, message):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"attention": "llp"}, "do not support attention 'llp'"),
+    ({"attention": "llp"}, "do not support attention 'llp', only 'full', 'gated_delta_net', 'mamba2'"),
+    ({"attention": "mamba2", "position": "none"}, "llama: it has no attention 'mamba2'; .*ff_dim=64"),
     ({"feedforward": "bilinear"}, "feedforward='bilinear'"),
     ({"loops": 2}, "loops=2"),
     ({"lookup": 8}, "lookup=8"),

@@ -18,6 +18,8 @@ every_form = pytest.mark.parametrize(("name", "fields"), [
     *(pytest.param(p.id, {}, id=p.id, marks=p.marks) for p in small.mechanisms()),
     *(pytest.param(p.id, small.LOOPED, id=f"{p.id}-looped", marks=p.marks) for p in small.mechanisms(quick=["latte"])),
     pytest.param(["llp", "full"], {"num_layers": 4}, id="hybrid"),
+    pytest.param("mamba2", {"feedforward": "none"}, id="mixers"),
+    pytest.param("full", {"embedding_scale": 3.0, "residual_scale": 0.7, "logit_divisor": 5.0}, id="scaled"),
 ])  # fmt: skip
 
 
@@ -27,9 +29,10 @@ def passes_of(model, tokens):
     for p in range(model.config.loops):
         x = x + model.pass_biases[p].bias if model.config.loops > 1 else x
         for block in model.blocks():
-            x = x + block.attention.definition(block.attention_norm(x))
-            x = x + block.feedforward(block.feedforward_norm(x))
-        z = model.norm(x) @ (model.head or model.embedding.tokens).weight.mT
+            x = x + model.config.residual_scale * block.attention.definition(block.attention_norm(x))
+            if model.config.feedforward != "none":
+                x = x + model.config.residual_scale * block.feedforward(block.feedforward_norm(x))
+        z = model.norm(x) / model.config.logit_divisor @ (model.head or model.embedding.tokens).weight.mT
         if model.lookup is not None:
             z = z + F.silu(z @ model.lookup.up.weight.mT) @ model.lookup.down.weight.mT
         logits.append(z)
@@ -44,7 +47,7 @@ def test_the_decoder_is_its_equation(name, fields, tie_embeddings):
     fields = fields | {"tie_embeddings": tie_embeddings, "position": "none"}
     model, tokens = small.decoder(name, **fields), small.tokens()
     expected = passes_of(model, tokens)
-    assert_exact(model.embedding(tokens, 0, None), model.embedding.tokens.weight[tokens])
+    assert_exact(model.embedding(tokens, 0, None), model.config.embedding_scale * model.embedding.tokens.weight[tokens])
     assert (model.head is None) == tie_embeddings
     assert_same_maths(model(tokens)[0], expected[-1])
     assert_same_maths(model.logits(model.hidden(tokens)[0]), expected[-1])
@@ -236,6 +239,8 @@ def test_first_weights_are_smaller_where_they_write_into_the_residual_stream():
     assert biases
     assert not any(bias.any() for bias in biases)
     assert Decoder(config.replace(feedforward="bilinear")).layers[0].output_projections()[-1].in_features == 8 * 128
+    mixers = Decoder(config.replace(feedforward="none"))
+    assert math.isclose(mixers.layers[1].attention.out.weight.std().item(), 0.05 / math.sqrt(8), rel_tol=0.1)
 
 
 @pytest.mark.parametrize(("name", "fields"), [

@@ -157,6 +157,7 @@ def test_wrong_inputs_are_refused():
     ({"pooling": "max"}, "unknown pooling 'max'; valid: class, last, mean"),
     ({"loops": 3}, "an encoder has neither loops nor a look-up head, got loops=3, lookup=None"),
     ({"lookup": 64}, "an encoder has neither loops nor a look-up head, got loops=1, lookup=64"),
+    ({"logit_divisor": 2.0}, "logit_divisor=2.0 has no meaning for an encoder"),
     ({"towers": 3}, "towers must be 1 or 2, got 3"),
     ({"causal": True, "pooling": "class"}, "pooling='class' does not work with causal=true: the class token comes"),
     ({"options": {"full": {"causal": True}}}, "this model is bidirectional, but the options of attention 'full' say"),

@@ -185,6 +185,7 @@ def test_checkpointing_changes_no_bit():
     ({"output": "gaussian"}, "unknown output 'gaussian'; valid: categorical, logistic"),
     ({"near": 4}, "near must be at least 0 and below the image's sides, 4 x 3, got 4"),
     ({"loops": 2}, "an image model has neither loops nor a look-up head, got loops=2"),
+    ({"embedding_scale": 2.0}, "embedding_scale=2.0 has no meaning for an image model"),
     ({"attention": "perceiver_ar"}, "attention 'perceiver_ar' is a whole stack"),
 ])  # fmt: skip
 def test_wrong_settings(changes, message):

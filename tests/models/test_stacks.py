@@ -30,6 +30,12 @@ def model_of(name):
     return build_model(DecoderConfig(**SMALL, attention="perceiver_ar", options=options))
 
 
+@pytest.mark.parametrize("name", ["perceiver_ar", "perceiver"])
+def test_a_stack_needs_a_feed_forward_network(name):
+    with pytest.raises(ValueError, match=f"attention '{name}' needs a feed-forward network, got feedforward='none'"):
+        stack_of(DecoderConfig(**SMALL, attention=name, feedforward="none"))
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_law_14_long_inputs_in_low_precision_are_finite(name, dtype):

@@ -6,7 +6,7 @@ Shape letters: D model width, H heads, K channels of a head.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from subquad.attention import mechanism
 from subquad.config import suggest
+from subquad.models.blocks import mechanism_options
 from subquad.models.config import DecoderConfig
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,10 @@ class Family:
     """Return the moves of all tensors but the head."""
     head: str = "lm_head.weight"
     """Name of the head's tensor."""
+    mechanisms: tuple[str, ...] = ("full",)
+    """Mechanisms that its layers can be; `settings` says which by `attention` and `options`, unless all are full."""
+    holder: str | None = None
+    """`model_type` of the models for images and text whose language model, with its `text_config`, it is."""
 
 
 def same(theirs: str, ours: str) -> Move:
@@ -80,6 +86,24 @@ def stacked(theirs: str, ours: Sequence[str], *, heads: int | None = None, trans
     return Move(theirs, tuple(ours), cut, join)
 
 
+def parted(theirs: str, ours: Mapping[str, int], *, heads: int = 1) -> Move:
+    """Concatenate matrices or biases of different heights, given by name, into one, within each of `heads`."""
+    rows = [height // heads for height in ours.values()]
+
+    def cut(x: Tensor) -> Sequence[Tensor]:
+        return [part.flatten(0, 1) for part in x.unflatten(0, (heads, -1)).split(rows, 1)]
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], 1).flatten(0, 1)
+
+    return Move(theirs, tuple(ours), cut, join)
+
+
+def mixer(config: DecoderConfig, name: str) -> Any:
+    """Return the configuration of the layers of mechanism `name`."""
+    return mechanism(name).config_of(dim=config.dim, **mechanism_options(config, name))
+
+
 def require(config: PreTrainedConfig, **wanted: Any) -> None:
     """Raise `ValueError` for a configuration field with a value that our decoder does not support.
 
@@ -109,6 +133,17 @@ def _known(name: str, value: Any, vocab_size: int) -> Any:
         return value
     logger.warning("%s=%s becomes %s: the vocabulary has %s tokens", name, value, known or None, f"{vocab_size:,}")
     return known or None
+
+
+def layer_kinds(config: Any, kinds: Mapping[str, str]) -> list[str]:
+    """Return the mechanism of each layer, by the names in `layer_types`."""
+    for kind in config.layer_types:
+        if kind not in kinds:
+            raise ValueError(
+                f"our decoder does not support {config.model_type} with a layer of type {kind!r}; "
+                f"layer_types must be {' or '.join(map(repr, kinds))}"
+            )
+    return [kinds[kind] for kind in config.layer_types]
 
 
 def activation(config: Any, field: str, kinds: dict[str, str]) -> str:

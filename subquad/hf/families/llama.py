@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from subquad.hf.families import rope
-from subquad.hf.families.base import Family, Move, activation, require, same
+from subquad.hf.families.base import Family, Move, activation, layer_kinds, require, same
 from subquad.models.config import DecoderConfig
 
 _ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu"}
@@ -42,12 +42,7 @@ def _llama_settings(config: Any) -> dict[str, Any]:
 
 def _qwen_settings(config: Any, *, three: bool) -> dict[str, Any]:
     require(config, use_sliding_window=False)
-    for kind in config.layer_types or ():
-        if kind != "full_attention":
-            raise ValueError(
-                f"our decoder does not support {config.model_type} with a layer of type {kind!r}; "
-                "layer_types must be 'full_attention'"
-            )
+    layer_kinds(config, {"full_attention": "full"})
     qkv, out = (config.attention_bias, config.attention_bias) if three else (True, False)
     return {**_shared(config), "qkv_bias": qkv, "out_bias": out, "ff_bias": False, "qk_norm": three}
 

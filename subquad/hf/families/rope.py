@@ -19,8 +19,9 @@ _KEYS = {
     "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
 }
-_ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_WORDS = {"rope_type", "type"}
+_WORDS = {"rope_type", "type", "mrope_section", "mrope_interleaved"}
+"""Parameters that are not numbers. Those of `mrope` tell three axes of an image apart; in text these are the same."""
+_ALWAYS = _WORDS | {"rope_theta", "partial_rotary_factor"}
 
 
 def check(config: Any) -> None:
