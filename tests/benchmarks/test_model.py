@@ -128,8 +128,7 @@ def test_a_token_after_each_context_and_the_size_of_the_state():
     assert "| latte, num_latents 4 | 9 |" in report.table()
 
 
-def test_an_imported_qwen_is_timed_beside_its_own(monkeypatch):
-    monkeypatch.setattr(decode, "Qwen", _models.Llama)
+def test_an_imported_qwen_is_timed_beside_its_own():
     settings = {**DECODE, "layers": 4, "peers": [_models.THEIRS]}
     report = measure_decode(DecodeConfig(mechanisms=["gla"], contexts=[9, 20], piece=7, **settings))
     assert {row["status"] for row in report.rows} == {"ok"}
