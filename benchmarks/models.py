@@ -149,7 +149,7 @@ class Qwen(Llama):
     counts = "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"
     widths = "head_dim", "linear_key_head_dim", "linear_value_head_dim"
 
-    def __init__(self, **sizes: int) -> None:
+    def __init__(self, **sizes: Any) -> None:
         super().__init__(**sizes)
         module = "transformers.models.qwen3_5.modeling_qwen3_5"
         if not torch.cuda.is_available():  # then kernels of other libraries, which transformers prefers, do not run

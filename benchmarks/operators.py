@@ -150,8 +150,8 @@ def scan_flops(shape: Shape) -> int:
 
 def gated_flops(shape: Shape, groups: int | None = None) -> int:
     """Count the FLOPs of the chunked scan with at most one decay a head; heads may share queries and keys in groups."""
-    sizes = {"groups": groups or shape.heads, "heads": shape.heads}
-    return shape.batch * gated_scan_flops(shape.tokens, shape.channels, shape.channels, **sizes)
+    T, C, H = shape.tokens, shape.channels, shape.heads
+    return shape.batch * gated_scan_flops(T, C, C, groups=groups or H, heads=H)
 
 
 def delta_flops(shape: Shape) -> int:
