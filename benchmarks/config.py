@@ -11,6 +11,8 @@ from subquad.config import Config, suggest
 DTYPES = ("float32", "bfloat16", "float16")
 PASSES = ("forward", "backward", "forward_backward")
 BACKENDS = ("reference", "torch", "sequential", "flex", "triton")
+CHOSEN = ("full", "llp", "window", "linear", "latte", "elita")
+DELTAS = ("delta_net", "gated_delta_net", "kda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +22,7 @@ class BenchConfig(Config):
     lists: ClassVar[tuple[str, ...]]
     """Fields that must be lists."""
 
-    mechanisms: list[str] = field(default_factory=lambda: ["full", "llp", "window", "linear", "latte", "elita"])
+    mechanisms: list[str] = field(default_factory=lambda: [*CHOSEN])
     """Causal mechanisms; `measure_model` also takes the stack perceiver_ar."""
     device: str = "cpu"
     """cpu or cuda."""
@@ -91,7 +93,7 @@ class OpsConfig(LengthsConfig):
 
     lists = ("mechanisms", "tokens", "latents", "segment", "backends", "passes")
 
-    mechanisms: list[str] = field(default_factory=lambda: ["llp", "window", "linear", "latte", "elita"])
+    mechanisms: list[str] = field(default_factory=lambda: [*CHOSEN[1:], "retnet", "mamba2", "gla", *DELTAS])
     """Mechanisms from `operators.ENGINES`."""
     tokens: list[int] = field(default_factory=lambda: [1024, 4096, 16384])
     """Sequence lengths T in tokens."""
@@ -173,6 +175,8 @@ class DecodeConfig(DecoderSizes):
 
     lists = ("mechanisms", "contexts")
 
+    mechanisms: list[str] = field(default_factory=lambda: [*CHOSEN, "gla", "mamba2", *DELTAS[1:]])
+    """Causal mechanisms."""
     contexts: list[int] = field(default_factory=lambda: [64, 4096, 32768])
     """Context lengths: tokens read before the timed one."""
     peers: str | list[str] = "auto"

@@ -13,7 +13,7 @@ from benchmarks.by_hand import FORMS
 from benchmarks.config import DecodeConfig
 from benchmarks.decoding import ROOM, Read, by_hand, captured, in_slots, read
 from benchmarks.measuring import OUT_OF_TIME, Progress, Running, check_there, over, result_of
-from benchmarks.models import build_decoder, check_models, label_of, peer_model
+from benchmarks.models import OURS, THEIRS, Qwen, build_decoder, check_models, label_of, peer_model
 from benchmarks.report import Report, Row
 from benchmarks.timing import Failure, Run, Timing, attempt, interleave, wall_clock
 from subquad.evaluation.provenance import provenance
@@ -48,7 +48,7 @@ def check_decode(config: DecodeConfig) -> None:
 
 
 def measure_decode(config: DecodeConfig | None = None, /, **running: Unpack[Running]) -> Report:
-    """Measure the time of one token after each context, beside transformers' Llama and steps written by hand.
+    """Measure the time of one token after each context, beside transformers' models and steps written by hand.
 
     The context is read in pieces; then the same next token is decoded from the same state in every repeat, so the
     context keeps its length. Repeats of all decoders and contexts are interleaved. A time runs from call to logits,
@@ -59,11 +59,10 @@ def measure_decode(config: DecodeConfig | None = None, /, **running: Unpack[Runn
     check_decode(config)
     peers, records = libraries.chosen(config.peers, config.device, "decode")
     origin = provenance(config.device, tuple(peer.distribution for peer in peers))
+    names = [*(peer.name for peer in peers if peer.name != THEIRS), *config.mechanisms]
+    names += [name for peer in peers if peer.name == THEIRS for name in (THEIRS, OURS)]
     keys = [
-        Key(name, form, tokens)
-        for name in (*(peer.name for peer in peers), *config.mechanisms)
-        for form in _forms(config, name)
-        for tokens in sorted(config.contexts)
+        Key(name, form, tokens) for name in names for form in _forms(config, name) for tokens in sorted(config.contexts)
     ]
     reads: dict[Key, Read | Failure] = {}
     models: dict[str, Any] = {}
@@ -90,7 +89,7 @@ def measure_decode(config: DecodeConfig | None = None, /, **running: Unpack[Runn
 
 
 def _forms(config: DecodeConfig, name: str) -> list[str]:
-    if name == PEER:
+    if name.startswith(PEER):
         return ["call"]
     more = {
         "recorded": True,
@@ -107,7 +106,13 @@ def _build(config: DecodeConfig, name: str) -> Decoder:
 
 def _ready(config: DecodeConfig, name: str) -> Any:
     longest = max(config.contexts) + ROOM
-    model = peer_model(name, longest=longest, **config.sizes) if name == PEER else _build(config, name)
+    if name == OURS:
+        from subquad import hf  # loads transformers
+
+        model: Any = hf.from_transformers(Qwen(longest=longest, **config.sizes).model).model
+    else:
+        peer = name.startswith(PEER)
+        model = peer_model(name, longest=longest, **config.sizes) if peer else _build(config, name)
     return model.eval().to(config.device, getattr(torch, config.dtype))
 
 
@@ -147,7 +152,7 @@ def _row(config: DecodeConfig, key: Key, done: Read | Failure, times: dict[Key, 
         "name": key.name if key.form != "by hand" else f"by hand: {key.name}",
         "label": {"call": label, "by hand": f"by hand: {label}"}.get(key.form, f"{label}, {key.form}"),
         "form": key.form,
-        "kind": "peer" if key.name == PEER else "ours",
+        "kind": "peer" if key.name.startswith(PEER) else "ours",
         "tokens": key.tokens,
         "batch": config.batch,
         "pass": "token",
@@ -155,12 +160,13 @@ def _row(config: DecodeConfig, key: Key, done: Read | Failure, times: dict[Key, 
     }
     if isinstance(done, Failure) or not isinstance(result, Timing):
         return row
+    theirs = THEIRS if key.name in (OURS, THEIRS) else PEER
     shortest = times.get(key._replace(tokens=min(config.contexts)))
     return {
         **row,
         "tokens_per_s": config.batch / result.median,
         "of_shortest": result.median / shortest.median if isinstance(shortest, Timing) else None,
-        "over_transformers": over(times.get(Key(PEER, "call", key.tokens)), result),
+        "over_transformers": over(times.get(Key(theirs, "call", key.tokens)), result),
         "events": _events(done),
         "state_bytes": done.nbytes,
         "prefill_tokens_per_s": None if done.seconds is None else config.batch * key.tokens / done.seconds,

@@ -2,7 +2,7 @@
 
 Forms of ours: the call; the recorded step, which `BatchDecoder` and long generations take; that step compiled, or
 replayed from a CUDA graph.
-Others: transformers' Llama with its dynamic cache, and steps written by hand.
+Others: transformers' Llama and Qwen3.5 with their dynamic cache, and steps written by hand.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.by_hand import ByHand
 from benchmarks.config import DecodeConfig
@@ -65,16 +66,13 @@ def read(config: DecodeConfig, model: Decoder | Llama, tokens: int) -> Read:
 
 
 def _llama(model: Llama, cache: Any, token_B1: Tensor, tokens: int, seconds: float) -> Read:
-    def begin() -> Any:
-        if more := cache.get_seq_length() - tokens:
-            cache.crop(-more)
-        return cache
-
     @torch.no_grad()
     def step(cache: Any) -> Any:
         return model.prefill(token_B1, cache)[1]
 
-    return Read(begin, step, sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values)), seconds)
+    held = tree_leaves([vars(layer) for layer in cache.layers])
+    nbytes = sum(x.nbytes for x in held if isinstance(x, Tensor))
+    return Read(lambda: model.taken_back(cache, tokens), step, nbytes, seconds)
 
 
 def by_hand(config: DecodeConfig, model: Decoder, tokens: int) -> Read:

@@ -3,6 +3,7 @@
     python benchmarks/gpu.py                      # are the kernels right? then T = 16,384, FlexAttention, the tests
     python benchmarks/gpu.py --only model,decode
     python benchmarks/gpu.py --only fla           # beside flash-linear-attention
+    python benchmarks/gpu.py --only scans         # gated and delta scans, beside it too
     python benchmarks/gpu.py [--device cuda|cpu] [--dry-run] [--seconds 520] [--folder FOLDER]
 
 Needs torch, triton, numpy, pyyaml, tokenizers, pytest and this checkout. Wheels of peers in `.whl/` are unpacked into
@@ -47,6 +48,7 @@ STEPS = (
     Step("model", 250),
     Step("decode", 250),
     Step("fla", 510),
+    Step("scans", 510),
 )
 NAMES = tuple(step.name for step in STEPS)
 FIRST = NAMES[:4]

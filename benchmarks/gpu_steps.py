@@ -159,6 +159,20 @@ def _operators(arguments: argparse.Namespace, step: str, names: tuple[str, ...],
     return _measure(arguments, step, measure_ops, *configs)
 
 
+def scans(arguments: argparse.Namespace) -> int:
+    """Time gated and delta scans of 4 x 8 heads of 64 and 128 channels beside flash-linear-attention and mamba-ssm."""
+    names = ["retnet", "gla", "mamba2", "delta_net", "gated_delta_net", "kda"]
+    if arguments.dry_run:
+        sizes = [(channels, 32, names) for channels in (16, 8)]
+        more: dict[str, Any] = {**TINY_OPERATORS, "heads": 1}
+    else:
+        sizes = [(K, T, [name]) for T in (16384, 4096, 65536) for K in (64, 128) for name in names]
+        peers = [name for name, module in (("fla", "fla"), ("mamba-ssm", "mamba_ssm")) if has(module)]
+        more = {"device": arguments.device, "dtype": "bfloat16", "batch": 4, "seconds": 1.0, "peers": peers or "none"}
+    configs = [OpsConfig(mechanisms=chosen, tokens=[T], **{**more, "channels": K}) for K, T, chosen in sizes]
+    return _measure(arguments, "scans", measure_ops, *configs)
+
+
 def model(arguments: argparse.Namespace) -> int:
     """Time decoders of 12 layers, width 768, one mechanism after the other: 4 x 16,384 tokens, then 16 x 2,048."""
     if arguments.dry_run:
@@ -176,13 +190,13 @@ def decode(arguments: argparse.Namespace) -> int:
         sizes = {**TINY_DECODERS, "mechanisms": ["llp", "latte", "elita"], "contexts": [40, 150], "peers": "none"}
         return _measure(arguments, "decode", measure_decode, DecodeConfig(repeats=2, piece=64, **sizes))
     sizes = {**DECODERS, "device": arguments.device, "dtype": "bfloat16", "seconds": 2.0, "piece": 4096, "graph": True}
-    sizes |= {"contexts": [1000, 100000], "peers": "auto" if has("transformers") else "none"}
+    sizes |= {"contexts": [1000, 100000], "peers": ["transformers"] if has("transformers") else "none"}
     configs = [DecodeConfig(mechanisms=[name], **sizes) for name in ("latte", "llp", "linear", "elita", "window")]
     return _measure(arguments, "decode", measure_decode, *configs)
 
 
 RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
-    run.__name__: run for run in (checks, ops, flex, tests, model, decode, fla)
+    run.__name__: run for run in (checks, ops, flex, tests, model, decode, fla, scans)
 }
 
 
@@ -197,7 +211,9 @@ def _measure(arguments: argparse.Namespace, step: str, measure: Callable[..., Re
         reports = [*earlier, report]
         lines: dict[Any, Any] = {}
         for row in (row for one in reports for row in one.rows):  # every part has the base; the first part's counts
-            lines.setdefault((row["label"], row["tokens"], row["pass"]), row)
+            other = row.get("channels") != reports[0].rows[0].get("channels")
+            label = f"{row['label']}, {row['channels']} channels" if other else row["label"]
+            lines.setdefault((label, row["tokens"], row["pass"]), {**row, "label": label})
         values["rows"] = list(lines.values())
         values["settings"] = dict(reports[0].settings)
         for name in {"mechanisms", "tokens", "contexts"} & set(values["settings"]):

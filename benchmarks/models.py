@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import fields
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.operators import flash
-from benchmarks.peers import load
+from benchmarks.peers import load, own
 from subquad.attention import mechanism, names
 from subquad.attention.full import Full
 from subquad.config import suggest
@@ -23,6 +24,8 @@ from subquad.ops.patterns import Pattern
 
 BASE = "sdpa"
 STACK = "perceiver_ar"
+OURS, THEIRS = "qwen3_5", "transformers-qwen3_5"
+"""transformers' Qwen3.5, as our decoder imports it and as it is."""
 SIZED = ("horizon", "max_tokens")
 """Options that bound the length; they are set to the longest measured one."""
 
@@ -90,11 +93,20 @@ def _sized(name: str, longest: int) -> dict[str, int]:
 class Llama(nn.Module):
     """transformers' Llama of the same sizes, feed-forward width included; its attention is SDPA, or one of ours."""
 
-    def __init__(self, *, layers: int, dim: int, heads: int, vocab: int, longest: int, attention: str | None) -> None:
+    classes = "LlamaConfig", "LlamaForCausalLM"
+    counts: tuple[str, ...] = ()
+    """More options that are the number of heads."""
+    widths: tuple[str, ...] = ()
+    """More options that are the channels of a head."""
+
+    def __init__(
+        self, *, layers: int, dim: int, heads: int, vocab: int, longest: int, attention: str | None = None
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         transformers = load("transformers")
-        self.config = transformers.LlamaConfig(
+        config, model = self.classes
+        self.config = getattr(transformers, config)(
             vocab_size=vocab,
             hidden_size=dim,
             intermediate_size=SwiGLU(dim).up.out_features,
@@ -103,8 +115,10 @@ class Llama(nn.Module):
             max_position_embeddings=longest,
             tie_word_embeddings=True,
             attn_implementation="sdpa",
+            **dict.fromkeys(self.counts, heads),
+            **dict.fromkeys(self.widths, dim // heads),
         )
-        self.model: Any = transformers.LlamaForCausalLM(self.config)
+        self.model: Any = getattr(transformers, model)(self.config)
         if attention is not None:
             from subquad import hf  # loads transformers
 
@@ -121,6 +135,31 @@ class Llama(nn.Module):
         out = self.model(tokens_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return out.logits, out.past_key_values
 
+    def taken_back(self, cache: Any, tokens: int) -> Any:
+        """Return the cache as it was after so many tokens."""
+        if more := cache.get_seq_length() - tokens:
+            cache.crop(-more)
+        return cache
+
+
+class Qwen(Llama):
+    """transformers' Qwen3.5 of the same sizes: in turn three layers of the gated delta rule and one of attention."""
+
+    classes = "Qwen3_5TextConfig", "Qwen3_5ForCausalLM"
+    counts = "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"
+    widths = "head_dim", "linear_key_head_dim", "linear_value_head_dim"
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        module = "transformers.models.qwen3_5.modeling_qwen3_5"
+        if not torch.cuda.is_available():  # then kernels of other libraries, which transformers prefers, do not run
+            for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+                setattr(load(module), name, own(module, name))
+
+    def taken_back(self, cache: Any, tokens: int) -> Any:
+        """Return a copy: states cannot be taken back."""
+        return deepcopy(cache)
+
 
 OF_LLAMA: dict[str, dict[str, int]] = {"llp": {"segment": 256}, "shifted": {"group": 256}, "window": {"width": 256}}
 """Mechanisms to put into transformers' Llama, with their options."""
@@ -130,6 +169,8 @@ def peer_model(name: str, **sizes: int) -> nn.Module:
     """Build a peer's model of the same width and depth."""
     if name == "perceiver-ar-pytorch":
         return LucidrainsPerceiverAR(**sizes)
+    if name == THEIRS:
+        return Qwen(**sizes)
     return Llama(**sizes, attention=name.partition("-")[2] or None)
 
 
@@ -159,6 +200,8 @@ class LucidrainsPerceiverAR(nn.Module):
 
 def label_of(name: str, options: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the mechanism's name with its given options, or a peer's label."""
+    if name in (OURS, THEIRS):
+        return "Qwen3.5, imported" if name == OURS else "transformers' Qwen3.5"
     if name == BASE:
         return "full, by sdpa"
     if name == "perceiver-ar-pytorch":

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -147,6 +148,12 @@ def scan_flops(shape: Shape) -> int:
     return shape.batch * shape.heads * gated_scan_flops(shape.tokens, shape.channels, shape.channels, normalise=True)
 
 
+def gated_flops(shape: Shape, groups: int | None = None) -> int:
+    """Count the FLOPs of the chunked scan with at most one decay a head; heads may share queries and keys in groups."""
+    T, C, H = shape.tokens, shape.channels, shape.heads
+    return shape.batch * gated_scan_flops(T, C, C, groups=groups or H, heads=H)
+
+
 def delta_flops(shape: Shape) -> int:
     """Count the FLOPs of the chunked delta scan with at most one decay a head."""
     return shape.batch * shape.heads * delta_scan_flops(shape.tokens, shape.channels, shape.channels)
@@ -202,6 +209,14 @@ def decayed(channels: Callable[[Shape], int]) -> Callable[[Shape, str | None], O
     return make
 
 
+def ssd(shape: Shape, backend: str | None) -> Operator:
+    """Make Mamba-2's scan: all heads share queries and keys, and a token is written times its step, which is -log f."""
+    q, k, v = shape.qkv()
+    q, k = (x[:, :1].detach().clone().requires_grad_() for x in (q, k))
+    step = (-log_decays(shape, 1)[0]).detach().requires_grad_()
+    return Operator([q, k, step, v], lambda q, k, step, v: gated_scan(q, k, step * v, -step, backend=backend).out)
+
+
 def delta(channels: Callable[[Shape], int]) -> Callable[[Shape, str | None], Operator]:
     """Return the maker of a delta scan with so many decays a head, for keys of length 1."""
 
@@ -250,8 +265,9 @@ ENGINES: dict[str, Engine] = {
     "linear": Engine(linear, lambda _: "linear", scan_flops),
     "latte": Engine(latte, lambda s: f"latte, {s.latents} latents per head", latte_flops, by_latents=True),
     "elita": Engine(elita, lambda _: "elita", elita_flops),
-    "retnet": Engine(decayed(lambda _: 1), lambda _: "gated scan, a decay per head", scan_flops),
-    "gla": Engine(decayed(lambda s: s.channels), lambda _: "gated scan, a decay per channel", scan_flops),
+    "retnet": Engine(decayed(lambda _: 1), lambda _: "gated scan, a decay per head", gated_flops),
+    "mamba2": Engine(ssd, lambda _: "gated scan, as Mamba-2", partial(gated_flops, groups=1)),
+    "gla": Engine(decayed(lambda s: s.channels), lambda _: "gated scan, a decay per channel", gated_flops),
     "delta_net": Engine(delta(lambda _: 0), lambda _: "delta scan", delta_flops),
     "gated_delta_net": Engine(delta(lambda _: 1), lambda _: "delta scan, a decay per head", delta_flops),
     "kda": Engine(delta(lambda s: s.channels), lambda _: "delta scan, a decay per channel", delta_flops),

@@ -51,8 +51,11 @@ def measure_ops(config: OpsConfig | None = None, /, **running: Unpack[Running]) 
     config = OpsConfig() if config is None else config
     check_ops(config)
     there, records = libraries.chosen(config.peers, config.device)
-    cases = [sdpa(), *our_cases(config.mechanisms, config.backends or [None])]
-    cases += libraries.cases_beside(there, records, config.mechanisms, config.device)
+    cases = [sdpa()]
+    others = libraries.cases_beside(there, records, config.mechanisms, config.device)
+    for name in config.mechanisms:  # each with those that it is compared with
+        cases += [*our_cases([name], config.backends or [None]), *(case for case in others if case.beside == name)]
+    cases += [case for case in others if case.beside is None]
     rows_of = partial(rows_of_length, config, cases, [])
     return by_length("ops", config, (there, records), rows_of, **running)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import io
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.operators import (
+    ENGINES,
     PASSES,
     Case,
     Operator,
@@ -186,12 +188,69 @@ def _linear_attention_transformer(_: str) -> list[Case]:
     return [_case("linear-attention-transformer", label, make, flops=scan_flops, beside="linear")]
 
 
-# --- flash-linear-attention
+# --- gated and delta scans, on the inputs of ours
 
 
 def _token_first(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Transpose `[B, H, T, C]` to flash-linear-attention's layout `[B, T, H, C]`."""
-    return [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in tensors]
+    """Transpose `[B, H, T, C]` to the layout of these libraries `[B, T, H, C]`, and `[B, H, T, 1]` to `[B, T, H]`."""
+    moved = [x.detach().transpose(1, 2) for x in tensors]
+    return [(x[..., 0] if x.shape[-1] == 1 else x).contiguous().requires_grad_() for x in moved]
+
+
+def _scan(peer: str, ours: str, module: str, name: str, *between: str, **options: Any) -> Case:
+    """Return the case of `name(q, k, v, ...)`; `between` are its names of our inputs between keys and values.
+
+    A function without a `scale` divides the queries by sqrt(K), so they are multiplied by it beforehand.
+    """
+
+    def make(shape: Shape) -> Operator:
+        attend = own(module, name)
+
+        def call(q: Tensor, k: Tensor, *others: Tensor) -> Tensor:
+            *more, v = others
+            out: Tensor = attend(q, k, v, **dict(zip(between, more, strict=True)), **options)[0]
+            return out
+
+        q, *others = (x.detach() for x in ENGINES[ours].make(shape, None).inputs)
+        return Operator(_token_first([q if "scale" in options else q * shape.channels**0.5, *others]), call)
+
+    return _case(f"{peer}, {ours}", f"{peer} {name}, as {ours}", make, beside=ours)
+
+
+def _ssd(peer: str, module: str, name: str) -> Case:
+    """Return the case of Mamba-2's scan, in chunks of 256 tokens."""
+
+    def make(shape: Shape) -> Operator:
+        attend, rate_H = own(module, name), -torch.ones(shape.heads, device=shape.device)
+
+        def call(q: Tensor, k: Tensor, step: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = attend(v, step, rate_H, k, q, chunk_size=256)
+            return out
+
+        return Operator(_token_first(ENGINES["mamba2"].make(shape, None).inputs), call)
+
+    return _case(f"{peer}, mamba2", f"{peer} {name}, chunks of 256", make, beside="mamba2")
+
+
+def own(module: str, name: str) -> Any:
+    """Return a function; one of transformers' without the kernels that it takes from other libraries for a GPU."""
+    found = getattr(load(module), name)
+    return inspect.unwrap(found) if module.startswith("transformers") else found
+
+
+def _transformers(_: str) -> list[Case]:
+    delta = "transformers.models.qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule"
+    return [
+        _ssd("transformers", "transformers.models.mamba2.modeling_mamba2", "mamba2_chunk_scan"),
+        _scan("transformers", "gated_delta_net", *delta, "beta", "g", chunk_size=64),
+    ]
+
+
+def _mamba(_: str) -> list[Case]:
+    return [_ssd("mamba-ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")]
+
+
+# --- flash-linear-attention
 
 
 def _fla(_: str) -> list[Case]:
@@ -227,6 +286,11 @@ def _fla(_: str) -> list[Case]:
         _case("fla, chunk_linear_attn", f"{name} chunk_linear_attn", linear, flops=scan_flops, beside="linear"),
         _case("fla, chunk_simple_gla", f"{name} chunk_simple_gla", simple_gla, beside="elita"),
         _case("fla, chunk_gla", f"{name} chunk_gla, as causal Latte", latte, **of_latte),
+        _scan("fla", "retnet", "fla.ops.simple_gla", "chunk_simple_gla", "g", scale=1.0),
+        _scan("fla", "gla", "fla.ops.gla", "chunk_gla", "g", scale=1.0),
+        _scan("fla", "delta_net", "fla.ops.delta_rule", "chunk_delta_rule", "beta", scale=1.0),
+        _scan("fla", "gated_delta_net", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", "beta", "g", scale=1.0),
+        _scan("fla", "kda", "fla.ops.kda", "chunk_kda", "beta", "g", scale=1.0),
     ]
 
 
@@ -235,10 +299,9 @@ def _library(name: str, cases: Callable[[str], list[Case]]) -> Peer:
     return Peer(name, name.replace("-", "_"), ("cpu",), cases, name)
 
 
-def _model(name: str, module: str, measures: tuple[str, ...], *, by_name: bool = False) -> Peer:
+def _model(name: str, module: str, measures: tuple[str, ...], **more: Any) -> Peer:
     """Return a library whose whole model is timed."""
-    distribution = module.replace("_", "-")
-    return Peer(name, module, ("cpu", "cuda"), distribution=distribution, measures=measures, by_name=by_name)
+    return Peer(name, module, ("cpu", "cuda"), distribution=module.replace("_", "-"), measures=measures, **more)
 
 
 PEERS = (
@@ -247,10 +310,12 @@ PEERS = (
     _library("local-attention", _local_attention),
     _library("linear-attention-transformer", _linear_attention_transformer),
     Peer("fla", "fla", ("cuda",), _fla, "flash-linear-attention"),
+    Peer("mamba-ssm", "mamba_ssm", ("cuda",), _mamba, "mamba-ssm"),
     _model("perceiver-ar-pytorch", "perceiver_ar_pytorch", ("model",)),  # it has no operator to time alone
-    _model("transformers", "transformers", ("model", "decode")),
+    _model("transformers", "transformers", ("ops", "model", "decode"), cases=_transformers),
     *(
         _model(f"transformers-{name}", "transformers", ("model",), by_name=True)
         for name in ("llp", "shifted", "window")
     ),
+    _model("transformers-qwen3_5", "transformers", ("decode",)),
 )

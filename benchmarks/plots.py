@@ -31,10 +31,14 @@ LENGTH, LATENTS = ("length", "sequence length (tokens)"), ("number of latents", 
 MIB = 2**20
 
 
-def draw(report: Report) -> dict[str, Figure]:
-    """Return the figures of a report by name, without those that have no rows."""
-    figures = {"ops": _ops, "layers": _layers, "model": _model, "decode": _decode}[report.what](report)
-    return {name: figure for name, figure in figures.items() if figure is not None}
+LINES = 8
+"""Most lines of a panel."""
+Figures = dict[str, "Figure"]
+
+
+def draw(report: Report) -> Figures:
+    """Return the figures of a report by name; `time_2` goes on where `time` has as many lines as a panel may have."""
+    return {"ops": _ops, "layers": _layers, "model": _model, "decode": _decode}[report.what](report)
 
 
 def save(report: Report, folder: Path) -> list[Path]:
@@ -53,18 +57,16 @@ def _peak(row: Row) -> float | None:
     return None if row.get("peak_bytes") is None else row["peak_bytes"] / MIB
 
 
-def _ops(report: Report) -> dict[str, Figure | None]:
+def _ops(report: Report) -> Figures:
     one, size = report.settings["latents"][0], report.settings["segment"][0]
     rows = [row for row in report.rows if row["latents"] in (None, one) and row["segment"] in (None, size)]
     passes = report.settings["passes"]
-    figures = {
-        "time": _panels(report, rows, passes, _milliseconds, TIME),
-        "memory": _panels(report, rows, passes, _peak, (MEMORY[0], "peak memory beyond inputs (MiB)")),
-    }
+    figures = _panels(report, rows, passes, _milliseconds, "time", TIME)
+    figures |= _panels(report, rows, passes, _peak, "memory", (MEMORY[0], "peak memory beyond inputs (MiB)"))
     if len(report.settings["latents"]) > 1:
         rows = [row for row in report.rows if row.get("latents") is not None]
         rows = [{**row, "label": f"{_source(row)}, {row['tokens']:,} tokens"} for row in rows]
-        figures["latents"] = _panels(report, rows, passes, _milliseconds, TIME, over="latents")
+        figures |= _panels(report, rows, passes, _milliseconds, "latents", TIME, over="latents")
     return figures
 
 
@@ -72,25 +74,21 @@ def _source(row: Row) -> str:
     return f"{row['name']} [{row['backend']}]" if row.get("backend") else str(row["name"])
 
 
-def _layers(report: Report, passes: Sequence[str] = ("forward", "forward_backward")) -> dict[str, Figure | None]:
-    return {
-        "time": _panels(report, report.rows, passes, _milliseconds, TIME),
-        "memory": _panels(report, report.rows, passes, _peak, MEMORY),
-    }
+def _layers(report: Report, passes: Sequence[str] = ("forward", "forward_backward")) -> Figures:
+    times = _panels(report, report.rows, passes, _milliseconds, "time", TIME)
+    return times | _panels(report, report.rows, passes, _peak, "memory", MEMORY)
 
 
-def _model(report: Report) -> dict[str, Figure | None]:
+def _model(report: Report) -> Figures:
     return _layers(report, ("step", "prefill"))
 
 
-def _decode(report: Report) -> dict[str, Figure | None]:
+def _decode(report: Report) -> Figures:
     """Draw one form of each mechanism, the one that decoding takes: recorded if it was timed."""
     recorded = {row["name"] for row in report.rows if row.get("form") == "recorded"}
     rows = [row for row in report.rows if row.get("form") == "recorded" or row["name"] not in recorded]
-    return {
-        "time": _panels(report, rows, ["token"], _milliseconds, TIME),
-        "state": _panels(report, rows, ["token"], lambda row: row["state_bytes"] / MIB, STATE),
-    }
+    times = _panels(report, rows, ["token"], _milliseconds, "time", TIME)
+    return times | _panels(report, rows, ["token"], lambda row: row["state_bytes"] / MIB, "state", STATE)
 
 
 def _panels(
@@ -98,15 +96,33 @@ def _panels(
     rows: Sequence[Row],
     passes: Sequence[str],
     value: Callable[[Row], float | None],
+    name: str,
     shows: tuple[str, str],
     *,
     over: Literal["tokens", "latents"] = "tokens",
-) -> Figure | None:
-    """Draw a panel per pass with a line per label on logarithmic axes, and the settings below; None without rows."""
+) -> Figures:
+    """Return figures of at most `LINES` labels each, all with the first label: none without rows."""
     rows = [row for row in rows if row["status"] == "ok" and value(row) is not None]
+    base, others = _labels(rows)[:1], _labels(rows)[1:]
+    starts = range(0, max(len(base), len(others)), LINES - 1)
+    figures = Figures()
+    for n, start in enumerate(starts, 1):
+        labels = base + others[start : start + LINES - 1]
+        shown = [row for row in rows if row["label"] in labels]
+        figures[name if n == 1 else f"{name}_{n}"] = _figure(report, shown, passes, value, shows, over)
+    return figures
+
+
+def _figure(
+    report: Report,
+    rows: Sequence[Row],
+    passes: Sequence[str],
+    value: Callable[[Row], float | None],
+    shows: tuple[str, str],
+    over: str,
+) -> Figure:
+    """Draw a panel per pass with a line per label on logarithmic axes, and the settings below."""
     passes = [which for which in passes if any(row["pass"] == which for row in rows)]
-    if not passes:
-        return None
     figure = drawing.new_figure(9.2, 4.2 * len(passes))
     figure.supxlabel(setting(report), fontsize=8)
     labels = _labels(rows)

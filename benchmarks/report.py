@@ -215,7 +215,17 @@ def _model(report: Report) -> list[Grid]:
 
 
 def _decode(report: Report) -> list[Grid]:
-    headers = ("", "context", *TIMES, "tokens/s", "times Llama", "/ shortest", "events", "state", "prefill tokens/s")
+    headers = (
+        "",
+        "context",
+        *TIMES,
+        "tokens/s",
+        "times transformers",
+        "/ shortest",
+        "events",
+        "state",
+        "prefill tokens/s",
+    )
     lines = []
     for row, first in _grouped(report.rows):
         speed = row.get("prefill_tokens_per_s")

@@ -34,6 +34,7 @@ TITLES = {
     "layers": "layers",
     "flex": "FlexAttention",
     "fla": "flash-linear-attention",
+    "scans": "gated and delta scans",
     "model": "training steps and prefill",
     "decode": "decoding",
 }
@@ -47,23 +48,53 @@ PICTURES = {
     ("cpu_decode", "state"): "Size of the state against the context",
 }
 """Descriptions of the pictures for readers who cannot see them."""
+LENGTHS = (1024, 4096, 16384)
 PASSES = {"forward": "forward", "forward_backward": "forward + backward", "step": "training", "prefill": "prefill"}
 OPERATORS: dict[str, dict[int, tuple[float, float]]] = {
     "llp": {1024: (2, 2.5), 4096: (7, 7.5), 16384: (24, 26)},
     "linear": {1024: (2.8, 3.6), 4096: (10, 11), 16384: (32, 34)},
     "latte": {1024: (2.4, 3), 4096: (8, 9), 16384: (28, 32)},
     "elita": {1024: (9, 15), 4096: (28, 40), 16384: (100, 140)},
+    "retnet": {16384: (30, 30)},
+    "gla": {16384: (10, 12)},
+    "mamba2": {},
+    "delta_net": {16384: (10, 10)},
+    "gated_delta_net": {16384: (10, 10)},
+    "kda": {16384: (10, 10)},
 }
 """Speed over causal SDPA, forward and forward + backward: B 1, H 8, 64 channels, float32, two cores."""
+SCANS = {
+    "retnet": "gated scan by head",
+    "gla": "gated scan by channel",
+    "mamba2": "gated scan as Mamba-2",
+    "delta_net": "delta scan",
+    "gated_delta_net": "delta scan by head",
+    "kda": "delta scan by channel",
+}
+"""Operators whose time and memory depend on the kind of their decays alone, by the mechanism that has them."""
+THEIRS = {"gated_delta_net": (1.2, 4.0), "mamba2": (4.0, 2.0)}
+"""Speed over transformers' functions in torch at 16,384 tokens, forward and forward + backward."""
 SIZES = {"llp": {"segment": 256}, "window": {"segment": 256}, "latte": {"latents": 64}}
 LEAN = 1 / 1.1
 """Bytes of inputs and outputs with their gradients, over the peak memory of forward + backward."""
 MODELS = {2048: 2.0, 8192: 5.0}
 """Tokens per second over those of transformers' Llama, in training and in prefill, by length."""
-STEPS = {"linear": 1.8, "latte": 1.8, "elita": 1.8, "window": 1.5, "llp": 1.5}
+STEPS: dict[str, Found] = {"linear": 1.8, "latte": 1.8, "elita": 1.8, "window": 1.5, "llp": 1.5}
+STEPS |= dict.fromkeys(("gla", "mamba2", "gated_delta_net", "kda"))
 """Decoded tokens per second over those of transformers' Llama at a context of 64."""
+QWEN = 1.5
+"""The same of an imported Qwen3.5 over transformers' own, at each context."""
 COMPILED, BY_HAND, FLAT = 2.5, 1 / 1.25, 1 / 1.1
 """The same of compiled steps; speed over the step written by hand; speed after 32,768 tokens over that after 64."""
+GPU_SCANS = {
+    "retnet": "chunk_simple_gla",
+    "gla": "chunk_gla",
+    "mamba2": "mamba_chunk_scan_combined",
+    "delta_net": "chunk_delta_rule",
+    "gated_delta_net": "chunk_gated_delta_rule",
+    "kda": "chunk_kda",
+}
+"""Kernels on a GPU of flash-linear-attention, and one of mamba-ssm, that compute what our operators do."""
 REASONS: dict[tuple[str, str], str] = {}
 """Reasons for missed GPU aims, by the first two columns of their rows."""
 
@@ -92,11 +123,14 @@ def main() -> None:
         if len({report.stem for report in reports}) > 1:
             parser.error(f"--runs are repeats of one command, got {', '.join(report.stem for report in reports)}")
         pages.keep(pages.RESULTS / f"{reports[0].stem}_runs.json", [kept(report) for report in reports])
-    pages.rewrite("performance.md", BLOCKS)
     for stem in dict.fromkeys(stem for stem, _ in PICTURES):
         report = loaded(stem)
         if report is not None:
-            sys.stdout.write("".join(f"{file}\n" for file in save(report, pages.IMAGES)))
+            drawn = save(report, pages.IMAGES)
+            for stale in set(pages.IMAGES.glob(f"{stem}_*.png")) - set(drawn):
+                stale.unlink()
+            sys.stdout.write("".join(f"{file}\n" for file in drawn))
+    pages.rewrite("performance.md", BLOCKS)
 
 
 def loaded(stem: str) -> Report | None:
@@ -115,27 +149,39 @@ def cells(what: str) -> Iterator[Cell]:
     """Yield the values of a benchmark's table of runs."""
     if what == "ops":
         for name, aims in OPERATORS.items():
-            sizes = SIZES.get(name, {})
+            sizes, shown = SIZES.get(name, {}), SCANS.get(name, name)
             for place, which in enumerate(("forward", "forward_backward")):
-                for tokens, least in aims.items():
+                for tokens in LENGTHS:
                     found = partial(_value, name, tokens, which, "times_faster", **sizes)
-                    yield Cell(f"{name}, {PASSES[which]}", f"T = {tokens:,}", found, least[place])
+                    least = aims[tokens][place] if tokens in aims else None
+                    yield Cell(f"{shown}, {PASSES[which]}", f"T = {tokens:,}", found, least)
         for tokens in (4096, 16384):
             found = partial(_over, "linear", "linear-attention-transformer", tokens, "forward_backward")
             yield Cell("linear, forward + backward, / linear-attention-transformer", f"T = {tokens:,}", found, 1)
-        for name in (*OPERATORS, "window"):
-            for tokens in OPERATORS["llp"]:
+        for name, leasts in THEIRS.items():
+            for which, least in zip(("forward", "forward_backward"), leasts, strict=True):
+                for tokens in LENGTHS:
+                    found = partial(_over, name, f"transformers, {name}", tokens, which)
+                    aim = least if tokens == 16384 else None
+                    yield Cell(f"{SCANS[name]}, {PASSES[which]}, / transformers", f"T = {tokens:,}", found, aim)
+        for name in (*(name for name in OPERATORS if name not in SCANS), "window"):
+            for tokens in LENGTHS:
                 yield Cell(f"{name}, in + out / peak memory", f"T = {tokens:,}", partial(_lean, name, tokens), LEAN)
+        named = SCANS | {f"transformers, {name}": f"{SCANS[name]}, transformers" for name in THEIRS}
+        for name, shown in named.items():
+            for tokens in LENGTHS:
+                found = partial(_value, name, tokens, "forward_backward", "peak_bytes")
+                yield Cell(f"{shown}, peak memory", f"T = {tokens:,}", found, shown=size)
     elif what == "layers":
         from benchmarks.config import LayersConfig
 
         for name in LayersConfig().mechanisms:
             for which in ("forward", "forward_backward"):
-                for tokens in (1024, 4096, 16384):
+                for tokens in LENGTHS:
                     found, least = partial(_value, name, tokens, which, "times_faster"), 1.0 if tokens == 4096 else None
                     yield Cell(f"{name}, {PASSES[which]}", f"T = {tokens:,}", found, least)
         for name in ("full", *LayersConfig().mechanisms):
-            for tokens in (1024, 4096, 16384):
+            for tokens in LENGTHS:
                 found = partial(_value, name, tokens, "forward_backward", "peak_bytes")
                 yield Cell(f"{name}, peak memory", f"T = {tokens:,}", found, shown=size)
     elif what == "model":
@@ -150,9 +196,12 @@ def cells(what: str) -> Iterator[Cell]:
                 found = partial(_value, name, tokens, "token", "over_transformers", form="recorded")
                 yield Cell(name, f"after {tokens:,}", found, least if tokens == 64 else None)
             found = partial(_value, name, 64, "token", "over_transformers", form="compiled")
-            yield Cell(name, "compiled, after 64", found, COMPILED)
+            yield Cell(name, "compiled, after 64", found, COMPILED if least else None)
             yield Cell(name, "after 32,768 / after 64", partial(_flat, name), FLAT)
             yield Cell(name, "/ by hand, after 64", partial(_by_hand, name), BY_HAND)
+        for tokens in (64, 4096, 32768):
+            found = partial(_value, "qwen3_5", tokens, "token", "over_transformers", form="recorded")
+            yield Cell("imported Qwen3.5, / transformers' own", f"after {tokens:,}", found, QWEN)
 
 
 def kept(report: Report) -> dict[str, Any]:
@@ -236,10 +285,11 @@ def five_mechanisms() -> str:
 
 
 def pictures(stem: str, *names: str) -> str:
-    """Return links to the pictures that `main` draws."""
+    """Return links to the pictures that `main` has drawn."""
     if loaded(stem) is None:
         return _waiting(stem)
-    return "\n\n".join(f"![{PICTURES[stem, name]}](images/{stem}_{name}.png)" for name in names)
+    files = [(name, file.name) for name in names for file in sorted(pages.IMAGES.glob(f"{stem}_{name}*.png"))]
+    return "\n\n".join(f"![{PICTURES[stem, name]}](images/{file})" for name, file in files)
 
 
 def _waiting(stem: str) -> str:
@@ -325,6 +375,10 @@ def _gpu_aims() -> Iterator[Aim]:
     for name, theirs in (("linear", "chunk_linear_attn"), ("elita", "chunk_simple_gla")):
         yield Aim(f"{name} over `{theirs}`: 1.2", at, 1.2, _faster("fla", name, f"fla, {theirs}"))
         yield Aim(f"{name}'s bytes a second over a copy's: 0.6", at, 0.6, _of_copy(name))
+    for name, theirs in GPU_SCANS.items():
+        library = "mamba-ssm" if name == "mamba2" else "fla"
+        found = _faster("scans", name, f"{library}, {name}")
+        yield Aim(f"{SCANS[name]} within 1.3 times of `{theirs}`: 0.77", at, 1 / 1.3, found)
     for name in ("llp", "latte", "linear", "elita"):
         text = f"training a decoder of {name} over flash SDPA: 2"
         yield Aim(text, "4 x 16,384", 2, _faster("model", name, "sdpa", "step"))
@@ -340,7 +394,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 for _what in ("ops", "layers", "model", "decode"):
     BLOCKS[f"cpu-{_what}-runs"] = partial(runs, _what)
-for _stem in (*COMMANDS, *(f"gpu_{what}" for what in ("ops", "flex", "fla", "model", "decode"))):
+for _stem in (*COMMANDS, *(f"gpu_{what}" for what in ("ops", "flex", "fla", "scans", "model", "decode"))):
     BLOCKS[_stem.replace("_", "-")] = partial(tables, _stem)
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ LACKING = (
     *("transformers", "safetensors", "accelerate", "datasets", "jsonargparse", "rich", "peft"),
     *("matplotlib", "tensorboard", "hypothesis", "pytest_timeout", "xdist"),
 )
-STEPS = (("model", "sdpa"), ("decode", "elita"), ("fla", "latte"))
+STEPS = (("model", "sdpa"), ("decode", "elita"), ("fla", "latte"), ("scans", "kda"))
 
 
 def run(*command, **environment):
@@ -52,6 +52,8 @@ def test_nothing_is_imported_that_the_gpu_machine_may_lack(tmp_path):
         rows = json.loads(written)["rows"]
         assert name in {row["name"] for row in rows}
         assert {row["status"] for row in rows} == {"ok"}
+    labels = {(row["label"], row["channels"]) for row in rows if row["name"] == "kda"}
+    assert labels == {("delta scan, a decay per channel", 16), ("delta scan, a decay per channel, 8 channels", 8)}
 
 
 @pytest.mark.slow
@@ -77,7 +79,7 @@ def test_without_a_gpu_it_says_how_to_try_it(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("flags", "message"), [
     (["--device", "cpu"], "--device cpu needs --dry-run"),
-    (["--only", "ops,opps"], "unknown step opps; valid: checks, ops, flex, tests, model, decode, fla"),
+    (["--only", "ops,opps"], "unknown step opps; valid: checks, ops, flex, tests, model, decode, fla, scans"),
 ])  # fmt: skip
 def test_wrong_arguments_are_named(flags, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu.py", *flags])
@@ -89,7 +91,7 @@ def test_wrong_arguments_are_named(flags, message, monkeypatch, capsys):
 def test_the_steps_of_a_call_fit_into_nine_minutes(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     seconds = gpu._arguments().seconds
-    for names in (gpu.FIRST, ("model", "decode"), ("fla",)):
+    for names in (gpu.FIRST, ("model", "decode"), ("fla",), ("scans",)):
         limits = gpu.time_limits([step for step in gpu.STEPS if step.name in names], seconds)
         assert max(seconds, sum(limits.values())) < 540
         assert [float(step.seconds) for step in limits] == list(limits.values()), "no limit is shortened"

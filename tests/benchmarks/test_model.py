@@ -12,7 +12,7 @@ from benchmarks.config import DecodeConfig, ModelConfig
 from benchmarks.decode import measure_decode
 from benchmarks.model import measure_model
 from benchmarks.models import build_decoder
-from subquad.testing import assert_same_maths
+from subquad.testing import assert_exact, assert_same_maths
 
 SIZES = {"layers": 2, "dim": 16, "heads": 2, "vocab": 17}
 MODEL = {**SIZES, "repeats": 2, "peers": "none", "batch": 1, "dtype": "float32"}
@@ -107,7 +107,7 @@ def test_mistakes_are_named(measure, config, changes, message):
 
 def test_a_token_after_each_context_and_the_size_of_the_state():
     settings = {"mechanisms": ["full", "latte"], "contexts": [30, 9], "options": {"latte": {"num_latents": 4}}}
-    config = DecodeConfig(**settings, piece=7, **{**DECODE, "peers": "auto"})
+    config = DecodeConfig(**settings, piece=7, **{**DECODE, "peers": ["transformers"]})
     report = measure_decode(config)
     assert [(row["name"], row["form"], row["tokens"]) for row in report.rows] == [
         (name, form, tokens)
@@ -126,6 +126,31 @@ def test_a_token_after_each_context_and_the_size_of_the_state():
         assert row["state_bytes"] == decoder.cost(tokens).state_bytes
         assert row["events"] > 100
     assert "| latte, num_latents 4 | 9 |" in report.table()
+
+
+def test_an_imported_qwen_is_timed_beside_its_own():
+    settings = {**DECODE, "layers": 4, "peers": [_models.THEIRS]}
+    report = measure_decode(DecodeConfig(mechanisms=["gla"], contexts=[9, 20], piece=7, **settings))
+    assert {row["status"] for row in report.rows} == {"ok"}
+    rows = {(row["label"], row["tokens"]): row for row in report.rows}
+    assert {label for label, _ in rows} == {
+        "gla", "gla, recorded", "transformers' Qwen3.5", "Qwen3.5, imported", "Qwen3.5, imported, recorded",
+    }  # fmt: skip
+    for (label, tokens), row in rows.items():
+        times = rows["transformers' Qwen3.5", tokens]["median_s"] / row["median_s"]
+        assert row["over_transformers"] == (times if "Qwen" in label else None)
+    assert {row["kind"] for row in report.rows if row["name"] == _models.THEIRS} == {"peer"}
+
+
+def test_a_repeat_of_transformers_qwen_has_the_same_states():
+    config = DecodeConfig(contexts=[20], piece=7, **{**DECODE, "layers": 4})
+    qwen, heard = decode._ready(config, _models.THEIRS), []
+    assert {*qwen.config.layer_types} == {"linear_attention", "full_attention"}
+    read = decoding.read(config, qwen, 20)
+    qwen.model.register_forward_hook(lambda *given: heard.append(given[2].logits))
+    for _ in range(2):
+        read.step(read.step(read.begin()))
+    assert_exact(torch.stack(heard[:2]), torch.stack(heard[2:]))
 
 
 @pytest.mark.parametrize("name", ["linear", "window", "transformers"])

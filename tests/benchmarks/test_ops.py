@@ -33,9 +33,8 @@ def test_there_is_a_row_for_each_case_length_and_pass(report):
     found = {(row["label"], row["tokens"], row["pass"]) for row in report.rows}
     sizes = {f"llp, segment {n}" for n in (16, 8)} | {f"window, {n} wide" for n in (16, 8)}
     labels = {"sdpa, causal", "full", "linear", "elita", *sizes, *(f"latte, {n} latents per head" for n in (4, 6))}
-    labels |= {f"{scan} scan, a decay per {of}" for scan in ("gated", "delta") for of in ("head", "channel")} | {
-        "delta scan"
-    }
+    labels |= {f"{scan} scan, a decay per {of}" for scan in ("gated", "delta") for of in ("head", "channel")}
+    labels |= {"delta scan", "gated scan, as Mamba-2"}
     assert found == {(label, tokens, which) for label in labels for tokens in (32, 48) for which in PASSES}
     assert len(report.rows) == len(found)
     assert {row["status"] for row in report.rows} == {"ok"}

@@ -68,14 +68,21 @@ def test_aims_are_judged_by_the_median_of_three_runs(make, made_up, tmp_path, mo
         make.main()
 
 
-MORE = ("layers", "model", "decode")
+MORE = ("ops", "layers", "model", "decode")
 
 
-def test_every_aim_of_layers_models_and_decoding_finds_its_row(make):
-    rows = []
-    for name in ("full", *LayersConfig().mechanisms):
+def test_every_aim_finds_its_row(make):
+    rows = [
+        {"name": name, "tokens": tokens, "pass": which, "median_s": 3.0, "peak_bytes": 2**20}
+        for name in ("linear-attention-transformer", "transformers, gated_delta_net", "transformers, mamba2")
+        for tokens in (1024, 4096, 16384)
+        for which in ("forward", "forward_backward")
+    ]
+    for name in ("full", "qwen3_5", *LayersConfig().mechanisms):
         for tokens in (1024, 4096, 16384):
-            rows += [{"name": name, "tokens": tokens, "pass": which, "times_faster": 0.5, "peak_bytes": 2**20}
+            more = {"segment": 256 if name in ("llp", "window") else None, "latents": 64 if name == "latte" else None}
+            more |= {"median_s": 2.0, "times_faster": 0.5, "peak_bytes": 2**20, "io_bytes": 2**20}
+            rows += [{"name": name, "tokens": tokens, "pass": which, **more}
                      for which in ("forward", "forward_backward")]  # fmt: skip
         rows += [{"name": name, "tokens": tokens, "pass": which, "over_transformers": 3.0}
                  for tokens in (2048, 8192) for which in ("step", "prefill")]  # fmt: skip
@@ -91,10 +98,19 @@ def test_every_aim_of_layers_models_and_decoding_finds_its_row(make):
     found = {what: {cell.key: (cell.found(report), cell.least) for cell in make.cells(what)} for what in MORE}
     for what in MORE:
         assert None not in {value for value, _ in found[what].values()}
+    assert found["ops"]["gated scan by head, forward | T = 16,384"] == (0.5, 30)
+    assert found["ops"]["gated scan by channel, forward + backward | T = 16,384"] == (0.5, 12)
+    assert found["ops"]["delta scan by channel, forward + backward | T = 16,384"] == (0.5, 10)
+    assert found["ops"]["delta scan by head, forward, / transformers | T = 16,384"] == (1.5, 1.2)
+    assert found["ops"]["gated scan as Mamba-2, forward + backward, / transformers | T = 16,384"] == (1.5, 2)
+    assert found["ops"]["delta scan by head, transformers, peak memory | T = 1,024"] == (2**20, None)
     assert sum(least == 1 for _, least in found["layers"].values()) == 44
     assert found["layers"]["performer, forward | T = 4,096"] == (0.5, 1.0)
     assert found["model"]["latte, training | T = 8,192"] == (3.0, 5.0)
     assert found["decode"]["elita | after 64"] == (2.0, 1.8)
+    assert found["decode"]["kda | after 64"] == found["decode"]["kda | compiled, after 64"] == (2.0, None)
+    assert found["decode"]["kda | after 32,768 / after 64"] == (0.5, 1 / 1.1)
+    assert found["decode"]["imported Qwen3.5, / transformers' own | after 32,768"] == (2.0, 1.5)
     assert found["decode"]["linear | after 32,768 / after 64"] == (0.5, 1 / 1.1)
     assert found["decode"]["window | / by hand, after 64"] == (0.75, 1 / 1.25)
 
@@ -146,6 +162,12 @@ def gpu_table(make, made_up, tmp_path, monkeypatch):
     ({"bytes_per_s": 1.5e9, "times": {("elita", 16384): 1.0, ("linear", 2048): 1.0}}, [
         "elita's bytes a second over a copy's: 0.6 | T = 16,384 | 0.500 | **missed**",
         "linear's bytes a second over a copy's: 0.6 | T = 16,384 | - | not measured",
+    ]),
+    ({"what": "scans", "times": {("fla, kda", 16384): 1.0, ("kda", 16384): 1.25, ("mamba2", 16384): 1.0,
+                                 ("fla, gla", 16384): 1.0, ("gla", 16384): 1.31}}, [
+        "delta scan by channel within 1.3 times of `chunk_kda`: 0.77 | T = 16,384 | 0.800 | met",
+        "gated scan by channel within 1.3 times of `chunk_gla`: 0.77 | T = 16,384 | 0.763 | **missed**",
+        "gated scan as Mamba-2 within 1.3 times of `mamba_chunk_scan_combined`: 0.77 | T = 16,384 | - | not measured",
     ]),
     ({"what": "model", "pass": "step", "times": {("sdpa", 16384): 4.0, ("llp", 16384): 2.0, ("elita", 16384): 2.1}}, [
         "training a decoder of llp over flash SDPA: 2 | 4 x 16,384 | 2.000 | met",

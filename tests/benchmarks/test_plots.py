@@ -26,6 +26,19 @@ def test_a_panel_per_pass_and_a_line_per_label(made_up):
     assert drawn(both)["latte, 256 tokens"][0] == [8], "16 latents ran out of memory"
 
 
+def test_a_panel_has_at_most_eight_lines(made_up):
+    """Beyond, a second figure goes on, with the base in it too."""
+    rows = [{**row, "label": f"{row['label']} {n}"} for row in made_up.rows if row["name"] == "latte" for n in range(8)]
+    base = [row for row in made_up.rows if row["name"] == "sdpa"]
+    settings = {**made_up.settings, "latents": [8]}
+    for more, lines in ((rows[:7], [8]), (rows, [8, 2])):
+        figures = draw(dataclasses.replace(made_up, rows=base + more, settings=settings))
+        names = ["time", "time_2"][: len(lines)]
+        assert [name for name in figures if name.startswith("time")] == names
+        assert [len(drawn(figures[name].axes[0])) for name in names] == lines
+        assert all("sdpa" in drawn(figures[name].axes[0]) for name in names)
+
+
 def test_a_report_without_a_figure_gives_no_picture(made_up):
     failed = [{**row, "status": "failed"} for row in made_up.rows]
     assert draw(dataclasses.replace(made_up, rows=failed)) == {}

@@ -34,13 +34,14 @@ def shape():
 
 
 def test_every_operator_runs_on_a_cpu():
-    libraries = ["local-attention", "linear-attention-transformer"]
+    libraries = ["local-attention", "linear-attention-transformer", "transformers"]
     sizes = {"heads": 2, "channels": 16, "segment": [16], "tokens": [128]}
-    report = measure_ops(OpsConfig(mechanisms=["llp", "window", "linear"], peers=libraries, **sizes, **TINY))
+    mechanisms = ["llp", "window", "linear", "mamba2", "gated_delta_net"]
+    report = measure_ops(OpsConfig(mechanisms=mechanisms, peers=libraries, **sizes, **TINY))
     found = {row["name"]: row["status"] for row in report.rows if row["kind"] == "peer"}
     assert set(found) == {name for library in libraries for name in cases(library)}
     assert set(found.values()) == {"ok"}
-    assert [peer["status"] for peer in report.peers] == ["installed"] * 2
+    assert [peer["status"] for peer in report.peers] == ["installed"] * 3
 
 
 def test_perceiver_ar_runs_as_a_model():
@@ -54,6 +55,39 @@ def test_local_attention_has_the_mask_of_llp():
     theirs = cases("local-attention")["local-attention, llp"].make(shape())
     ours = our_cases(["llp"], [None])[0].make(shape())
     assert_same_maths(theirs.call(*theirs.inputs), ours.call(*ours.inputs))
+
+
+def assert_ours(case):
+    """Assert that a case without kernels for a GPU gives the outputs of the operator beside it, on its inputs."""
+    small = dataclasses.replace(shape(), dtype=torch.float32, tokens=300)
+    theirs, plain = case.make(small), our_cases([case.beside], ["reference"])[0].make(small)
+    exact = plain.call(*(x.double() for x in plain.inputs))
+    assert_in_budget(theirs.call(*theirs.inputs).transpose(1, 2), plain.call(*plain.inputs), exact, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["transformers, mamba2", "transformers, gated_delta_net"])
+def test_transformers_scans_are_ours(name):
+    assert_ours(cases("transformers")[name])
+
+
+@pytest.mark.parametrize(("name", "naive", "names"), [
+    ("retnet", "simple_gla.naive.naive_recurrent_simple_gla", ["g"]),
+    ("gla", "gla.naive.naive_recurrent_gla", ["gk"]),
+    ("delta_net", "gated_delta_rule.naive.naive_recurrent_gated_delta_rule", ["beta"]),
+    ("gated_delta_net", "gated_delta_rule.naive.naive_recurrent_gated_delta_rule", ["beta", "g"]),
+    ("kda", "kda.naive.naive_recurrent_kda", ["beta", "g"]),
+])  # fmt: skip
+def test_flash_linear_attentions_scans_are_ours(name, naive, names, monkeypatch, peer):
+    """With the library's own definitions, which divide queries by sqrt(K), in the place of its kernels for a GPU."""
+    module, _, function = f"fla.ops.{naive}".rpartition(".")
+
+    def kernel(q, k, v, scale, **others):
+        given = dict(zip(names, others.values(), strict=True))
+        given |= {"g": torch.zeros_like(others["beta"])} if name == "delta_net" else {}
+        return getattr(peer(module), function)(q * scale * q.shape[-1] ** 0.5, k, v, **given)
+
+    monkeypatch.setattr(_peers, "own", lambda *_: kernel)
+    assert_ours(cases("fla")[f"fla, {name}"])
 
 
 def test_the_route_through_chunk_gla_is_causal_latte(monkeypatch, peer):
