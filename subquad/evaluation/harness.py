@@ -375,7 +375,8 @@ def _as_transformers(model: Decoder | PreTrainedModel, length: int | None, end_t
         most = next((n for key in LIMITS if (n := getattr(model.config, key, None)) is not None), None)
     if length is not None and most is not None and length > most:
         raise ValueError(f"length must be at most {most}, the model's number of positions, got {length}")
-    return model
+    found: Any = model
+    return found
 
 
 @contextmanager

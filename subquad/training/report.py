@@ -103,7 +103,7 @@ def measure(
         steps=steps,
         train_tokens_per_second=train_tokens_per_second,
         decode_tokens_per_second=decode_speed(decoder, held_out_tokens),
-        states=tuple(state_sizes(decoder, held_out_tokens)),
+        states=tuple(state_sizes(decoder, held_out_tokens, STATE_AFTER)),
         skipped=skipped,
     )
 
@@ -114,7 +114,7 @@ def write_report(report: Report, folder: str | Path) -> None:
 
 
 def state_sizes(
-    decoder: Decoder, tokens: Sequence[int], after: Sequence[int] = STATE_AFTER, chunk: int = READ_CHUNK
+    decoder: Decoder, tokens: Sequence[int], after: Sequence[int], chunk: int = READ_CHUNK
 ) -> list[StateSize]:
     """Return the state size of one sequence at each token count in `after`.
 
