@@ -69,9 +69,10 @@ SMALLEST = {
     "ops": "--device cpu --tokens 16 --batch_tokens 16 --heads 2 --channels 16 --latents 4 --segment 8 --repeats 1 "
     "--peers none",
     "layers": "--device cpu --mechanisms llp --tokens 16 --dim 16 --heads 2 --repeats 1",
-    "model": "--device cpu --tokens 16 --batch_tokens 16 --dim 16 --heads 2 --vocab 16 --layers 1 --repeats 1 "
-    "--peers none",
-    "decode": "--device cpu --contexts 8 --dim 16 --heads 2 --vocab 16 --layers 1 --batch 1 --repeats 1 --peers none",
+    "model": "--device cpu --mechanisms llp --tokens 16 --batch_tokens 16 --dim 16 --heads 2 --vocab 16 --layers 1 "
+    "--repeats 1 --peers none",
+    "decode": "--device cpu --mechanisms llp --contexts 8 --dim 16 --heads 2 --vocab 16 --layers 1 "
+    "--batch 1 --repeats 1 --peers none",
 }
 """Sizes of a benchmark that is run to see whether its options are accepted: the last of two flags wins."""
 
