@@ -18,7 +18,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from subquad.attention import LAWS, Attention, build, mechanism, names
+from subquad.attention import LAWS, build, mechanism, names
 from subquad.cli.arguments import Parser
 from subquad.cli.tables import console, has_width
 from subquad.config import Config, suggest
@@ -124,19 +124,19 @@ def _rows() -> Iterator[tuple[str, ...]]:
     """Yield a row for each mechanism and each stack under `HEADERS`."""
     for name in names():
         cls = mechanism(name)
-        yield name, cls.summary, _form(cls.forms), cls.cost_order, _state(cls), cls.paper
+        yield name, cls.summary, _form(cls.forms), cls.cost_order, _state(name), cls.paper
     for stack in STACKS.values():
         yield stack.name, stack.summary, _form(stack.forms), stack.cost_order, stack.state, stack.paper
 
 
 @cache
-def _state(cls: type[Attention]) -> str:
+def _state(name: str) -> str:
     """Return the size of a layer's state, which takes long to count for some; `none` without a causal form."""
-    if "causal" not in cls.forms:
+    if "causal" not in mechanism(name).forms:
         return "none"
     with torch.device("meta"):
-        layer = build(cls.name, **STATE_OF)
-    return _size(layer.state_bytes(STATE_AFTER)) + (", grows" if cls.state_grows else "")
+        layer = build(name, **STATE_OF)
+    return _size(layer.state_bytes(STATE_AFTER)) + (", grows" if layer.state_grows else "")
 
 
 def _form(forms: tuple[str, ...]) -> str:
