@@ -16,8 +16,7 @@ import pages
 
 from benchmarks.report import described
 from subquad.adaptation.conversion_report import STAGES, reach_of
-from subquad.cli.convert import context_range
-from subquad.cli.tables import size
+from subquad.cli.tables import context_range, size
 from subquad.evaluation import drawing
 
 RESULT = pages.RESULTS / "convert.json"
@@ -96,7 +95,9 @@ def positions(reports: dict[str, Any]) -> str:
         [f"`{report['attention']}`", *(f"{part['gap']:+.4f}" for part in report["gap"]["by_position"])]
         for report in reports.values()
     ]
-    return pages.table(["gap by tokens of context", *(context_range(part) for part in ranges)], lines)
+    return pages.table(
+        ["gap by tokens of context", *(context_range(part["start"], part["stop"]) for part in ranges)], lines
+    )
 
 
 def reach(reports: dict[str, Any]) -> str:

@@ -126,6 +126,14 @@ class Config:
         return dict(_plain(self, identity=True))
 
 
+class Record:
+    """A dataclass of results."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+
 def digest(values: Any) -> str:
     """Return sixteen hexadecimal digits of the canonical JSON of plain values."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))

@@ -11,7 +11,7 @@ from subquad.training import TrainConfig, train
 from subquad.training.progress import read_metrics
 from tests.models.small import OPTIONS
 
-STEPS = {"language": 10, "classify": 2}
+STEPS = {"language": 8, "classify": 2}
 SMALL = OPTIONS | {
     "latte": {"num_latents": 8}, "linformer": {"max_tokens": 64, "projected": 8}, "luna": {"memory_tokens": 8},
     "perceiver": {"latents": 8}, "perceiver_io": {"latents": 8},
@@ -30,8 +30,8 @@ LANGUAGE += [pytest.param("perceiver_ar", {"latents": 16, **options}, id=options
 
 def config(task, name, options, folder):
     steps, position = STEPS[task], "rope" if name in names() and mechanism(name).rotates else "none"
-    model = {"dim": 16, "num_layers": 2, "num_heads": 2, "attention": name, "options": {name: options}}
-    run = {"steps": steps, "log_every": 1, "eval_every": steps, "eval_windows": 2, "device": "cpu"}
+    model = {"dim": 16, "num_layers": 1, "num_heads": 2, "attention": name, "options": {name: options}}
+    run = {"steps": steps, "log_every": 1, "eval_every": steps, "eval_windows": 2, "device": "cpu", "trackers": []}
     values = {
         "task": task,
         "model": {**model, "position": position},

@@ -51,7 +51,14 @@ def test_a_recipe_trains_two_steps_at_reduced_size(name: str, tmp_path: Path) ->
         "data": {"path": str(text), "held_out_path": None, "vocab_size": 300, "held_out": 0.3},
         "batch": {"length": 48, "size": 2},
         "schedule": {"warmup": 1},
-        "run": {"folder": str(tmp_path / "run"), "steps": 2, "eval_windows": 2, "device": "cpu", "threads": 1},
+        "run": {
+            "folder": str(tmp_path / "run"),
+            "steps": 2,
+            "eval_windows": 2,
+            "device": "cpu",
+            "threads": 1,
+            "trackers": [],
+        },
     }
     small["data"]["cache"] = str(tmp_path / "cache")
     if values["model"]["attention"] == "perceiver_ar":

@@ -19,7 +19,4 @@ __all__ = ["ConvertConfig", "ExtendConfig", "convert", "extend", "replace_attent
 __getattr__ = facade(
     __name__, {"adapters": "adapters", "convert": "conversion", "extend": "extension", "replace_attention": "replace"}
 )
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

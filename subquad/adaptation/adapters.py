@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +16,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from subquad.adaptation import extended
-from subquad.data.files import MODEL_FILES
+from subquad.config import Record
+from subquad.data.files import MODEL_FILES, aside, write_json
 from subquad.hf import lora
 from subquad.hf.loading import read_config
 from subquad.parsing import read_json_mapping
@@ -29,7 +28,7 @@ from subquad.training.runs import run_folder
 
 
 @dataclass(frozen=True)
-class Adapter:
+class Adapter(Record):
     """An adapter on disk, its base model, and whether the two belong together."""
 
     folder: str
@@ -53,10 +52,6 @@ class Adapter:
     def short(self) -> str:
         """Return the kinds of adapted layers (`query`, `key`), without the path to each."""
         return ", ".join(sorted({name.rpartition(".")[2] for name in self.layers}))
-
-    def record(self) -> dict[str, Any]:
-        """Return the fields as plain values, for JSON."""
-        return asdict(self)
 
 
 def adapters(folders: Sequence[str]) -> list[Adapter]:
@@ -134,24 +129,20 @@ class Merging:
 
     def write(self) -> None:
         """Write the model, the tokenizer, and `config.yaml` without LoRA; `out` appears only once it is complete."""
-        aside = self.out.with_name(f".merging-{self.out.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        self.model.save_pretrained(aside)
-        for name in MODEL_FILES:
-            if (self.home / name).is_file():
-                shutil.copyfile(self.home / name, aside / name)
-        settings = self.home / "config.yaml"
-        if settings.is_file() and not self.extension:
-            config = TrainConfig.from_file(settings)
-            config = config.replace(lora=LoraConfig(), run=config.run.replace(folder=str(self.out)))
-            if config.reads_text:
-                config = config.replace(data=config.data.replace(tokenizer=str(self.out / "tokenizer.json")))
-            config.to_file(aside / "config.yaml")
-        record = {"adapter": str(self.source), **asdict(lora.Base.read(self.source))}
-        (aside / "merged.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        share(aside)
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(aside, self.out)
+        with aside(self.out) as folder:
+            self.model.save_pretrained(folder)
+            for name in MODEL_FILES:
+                if (self.home / name).is_file():
+                    shutil.copyfile(self.home / name, folder / name)
+            settings = self.home / "config.yaml"
+            if settings.is_file() and not self.extension:
+                config = TrainConfig.from_file(settings)
+                config = config.replace(lora=LoraConfig(), run=config.run.replace(folder=str(self.out)))
+                if config.reads_text:
+                    config = config.replace(data=config.data.replace(tokenizer=str(self.out / "tokenizer.json")))
+                config.to_file(folder / "config.yaml")
+            write_json(folder / "merged.json", {"adapter": str(self.source), **asdict(lora.Base.read(self.source))})
+            share(folder)
 
 
 def open_merging(run: str, out: str, base: str | None) -> Merging:

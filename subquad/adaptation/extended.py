@@ -125,8 +125,7 @@ def load_original(folder: str | Path, config: PreTrainedConfig) -> PreTrainedMod
         model, info = loaded
         if info["missing_keys"]:
             raise ValueError(f"weights are missing: {', '.join(sorted(map(str, info['missing_keys'])))}")
-    found: PreTrainedModel = model
-    return found
+    return model
 
 
 def projections(model: nn.Module) -> list[str]:
@@ -210,10 +209,8 @@ def load_causal(folder: str) -> nn.Module:
         raise FileNotFoundError(f"there is no model in {folder}: config.json is missing")
     register()
     disable_progress_bar()
-    found: Any
     if lora.is_extension(folder):
-        found = open_extension(folder).get_base_model()
-        return found
+        return open_extension(folder).get_base_model()
     place = Base.read(folder).find(folder) if adapted else folder
     config: Any = read_config(place)
     kind = config.model_type
@@ -222,10 +219,9 @@ def load_causal(folder: str) -> nn.Module:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{folder} holds no causal language model: AutoModelForCausalLM doesn't know type {kind!r}")
     if adapted and isinstance(config, SubquadConfig):
-        found = lora.open_adapter(folder).get_base_model()
-        return found
+        return lora.open_adapter(folder).get_base_model()
     with naming(folder):
-        found = AutoModelForCausalLM.from_pretrained(
+        found: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
         check_attention(found)

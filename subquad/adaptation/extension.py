@@ -100,8 +100,7 @@ def scaled_config(config: ExtendConfig) -> tuple[Path, PreTrainedConfig, PreTrai
 
 
 def _empty(config: PreTrainedConfig) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # `attend` writes into it
-    return model
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config))  # `attend` writes into it
 
 
 def attend(model: PreTrainedModel, config: ExtendConfig) -> None:
@@ -209,5 +208,4 @@ def extended_config(scaled: PreTrainedConfig, config: ExtendConfig) -> PreTraine
     with torch.device("meta"):
         model = _empty(scaled)
         attend(model, config)
-    kept: PreTrainedConfig = model.config
-    return kept
+    return model.config

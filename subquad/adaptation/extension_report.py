@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from statistics import stdev
 from typing import Any
@@ -129,14 +130,12 @@ def make_report(
         "held_out_tokens": plan.tokens,
         "stretches": len(plan.starts),
         "step_between_windows": plan.step,
-        "loss": {name: [_record(entry) for entry in ranges] for name, ranges in losses.items()},
+        "loss": {
+            name: [{**asdict(entry), "perplexity": entry.perplexity} for entry in ranges]
+            for name, ranges in losses.items()
+        },
         "summary": {name: _summary(ranges, own) for name, ranges in losses.items()},
     }
-
-
-def _record(entry: RangeLoss) -> dict[str, Any]:
-    names = ("first", "last", "predictions", "loss", "perplexity")
-    return {**{name: getattr(entry, name) for name in names}, "stretches": list(entry.stretches)}
 
 
 def _summary(ranges: tuple[RangeLoss, ...], own: int) -> dict[str, float | None]:
@@ -159,7 +158,7 @@ def _summary(ranges: tuple[RangeLoss, ...], own: int) -> dict[str, float | None]
 
 def write(report: Mapping[str, Any], folder: Path) -> None:
     """Write report.json, the picture and README.md."""
-    write_json(folder / REPORT, dict(report))
+    write_json(folder / REPORT, report)
     draw(report).savefig(folder / PICTURE, format="png")
     (folder / README).write_text(readme(report), encoding="utf-8")
 
@@ -172,7 +171,7 @@ def rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     lines = [
         [
             f"{entry['first']:,} to {entry['last']:,}",
-            *(f"{found[i]['loss']:.4f} ({_short(found[i]['perplexity'])})" for found in losses.values()),
+            *(f"{found[i]['loss']:.4f} ({found[i]['perplexity']:.4g})" for found in losses.values()),
         ]
         for i, entry in enumerate(first)
     ]
@@ -192,10 +191,6 @@ def difference(found: Mapping[str, Any]) -> str:
     """Return the loss above the own length minus the loss within, and its standard error."""
     error = "" if found["standard_error"] is None else f" ± {found['standard_error']:.4f}"
     return f"{found['difference']:+.4f}{error}"
-
-
-def _short(perplexity: float) -> str:
-    return f"{perplexity:.4g}" if math.isfinite(perplexity) else "inf"
 
 
 def title(report: Mapping[str, Any]) -> str:

@@ -36,8 +36,7 @@ class Source(NamedTuple):
     @property
     def decoder(self) -> Decoder:
         """Return the model without its transformers wrapper."""
-        decoder: Decoder = self.model.model
-        return decoder
+        return self.model.model
 
 
 def load_source(folder: str | Path) -> Source:

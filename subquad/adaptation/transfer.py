@@ -164,7 +164,8 @@ def optimise(
         losses.append(total)
         if progress:
             progress(stage, step + 1, steps, total)
-    return _curve(losses)
+    edges = sorted({round(steps * part / SHOWN) for part in range(SHOWN + 1)})
+    return Curve(edges[1:], [sum(losses[a:b]) / (b - a) for a, b in pairwise(edges)])
 
 
 def match(
@@ -233,9 +234,3 @@ def only(model: nn.Module, trained: Sequence[nn.Parameter]) -> Iterator[None]:
         for parameter, needed in before:
             parameter.requires_grad_(needed)
             parameter.grad = None
-
-
-def _curve(losses: list[float]) -> Curve:
-    edges = sorted({round(len(losses) * part / SHOWN) for part in range(SHOWN + 1)})
-    spans = list(pairwise(edges))
-    return Curve([stop for _, stop in spans], [sum(losses[a:b]) / (b - a) for a, b in spans])

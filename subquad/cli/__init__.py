@@ -13,24 +13,26 @@ from collections.abc import Callable, Sequence
 from subquad.config import suggest
 from subquad.version import __version__
 
-COMMANDS = {
-    "train": "subquad.cli.train",
-    "eval": "subquad.cli.eval",
-    "generate": "subquad.cli.generate",
-    "complete": "subquad.cli.complete",
-    "serve": "subquad.cli.serve",
-    "audit": "subquad.cli.audit",
-    "probe": "subquad.cli.probe",
-    "data": "subquad.cli.data",
-    "lora": "subquad.cli.lora",
-    "extend": "subquad.cli.extend",
-    "import": "subquad.cli.importing",
-    "export": "subquad.cli.exporting",
-    "convert": "subquad.cli.convert",
-    "list": "subquad.cli.listing",
-    "cost": "subquad.cli.cost",
-    "show": "subquad.cli.show",
+_HELP = {
+    "train": "train a model, evaluate it on held-out data and report",
+    "eval": "measure a trained model on a text, or on tasks of lm-evaluation-harness",
+    "generate": "continue a prompt, or draw images",
+    "complete": "fill in hidden parts of images",
+    "serve": "serve a model over HTTP with an OpenAI-compatible API and a web page",
+    "audit": "check a language model for leaks from later tokens and for wrong caches",
+    "probe": "measure a model's recall: passkey, associative recall, copying, loss by context",
+    "data": "make a labelled data set or token shards, and print statistics",
+    "lora": "list adapters; merge an adapter into its base",
+    "extend": "train a transformers model to read longer contexts (LongLoRA)",
+    "import": "convert a transformers or llama2.c model into a subquad model",
+    "export": "convert a subquad model into a transformers model",
+    "convert": "replace full attention in a trained model by a sub-quadratic mechanism",
+    "list": "list attention mechanisms with their options, and recipes",
+    "cost": "count score entries, FLOPs and memory of mechanisms and models",
+    "show": "draw attention weights, receptive fields, position terms or costs",
 }
+_MODULES = {"import": "importing", "export": "exporting", "list": "listing"}
+COMMANDS = {name: f"subquad.cli.{_MODULES.get(name, name)}" for name in _HELP}
 """The module of each command. Its `run(arguments)` parses them, does the work and returns the exit status."""
 
 MOVED = {
@@ -41,28 +43,14 @@ MOVED = {
 }
 """Former commands that now need a clone of the repository, with their replacements."""
 
-OVERVIEW = """\
+_LINES = "\n".join(f"  {name:10} {text}" for name, text in _HELP.items())
+OVERVIEW = f"""\
 usage: subquad COMMAND [options]
 
 Sub-quadratic attention: train, evaluate and sample long-context language models.
 
 commands:
-  train      train a model, evaluate it on held-out data and report
-  eval       measure a trained model on a text, or on tasks of lm-evaluation-harness
-  generate   continue a prompt, or draw images
-  complete   fill in hidden parts of images
-  serve      serve a model over HTTP with an OpenAI-compatible API and a web page
-  audit      check a language model for leaks from later tokens and for wrong caches
-  probe      measure a model's recall: passkey, associative recall, copying, loss by context
-  data       make a labelled data set or token shards, and print statistics
-  lora       list adapters; merge an adapter into its base
-  extend     train a transformers model to read longer contexts (LongLoRA)
-  import     convert a transformers or llama2.c model into a subquad model
-  export     convert a subquad model into a transformers model
-  convert    replace full attention in a trained model by a sub-quadratic mechanism
-  list       list attention mechanisms with their options, and recipes
-  cost       count score entries, FLOPs and memory of mechanisms and models
-  show       draw attention weights, receptive fields, position terms or costs
+{_LINES}
 
 examples:
   subquad train --recipe stdlib-llp

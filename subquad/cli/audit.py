@@ -8,7 +8,6 @@ import os
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -28,6 +27,7 @@ from subquad.cli.arguments import Parser
 from subquad.cli.tables import show_line
 from subquad.config import suggest
 from subquad.data import load_tokenizer
+from subquad.data.files import write_json
 from subquad.data.tokenizers import encode_text
 from subquad.evaluation.audit import AuditConfig, AuditReport, audit, replay
 from subquad.evaluation.audit.report import shown
@@ -178,8 +178,7 @@ def _audit(
         failed = [name for name, report in reports.items() if not report.passed]
         sys.stdout.write(f"{len(reports) - len(failed)} of {len(reports)} passed\n")
     if file is not None:
-        values = {"reports": {name: report.to_dict() for name, report in reports.items()}}
-        Path(file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        write_json(file, {"reports": {name: report.to_dict() for name, report in reports.items()}})
     return 0 if all(report.passed for report in reports.values()) else 1
 
 

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from subquad import training
 from subquad.cli.arguments import Parser, check_output
-from subquad.cli.tables import facts, show_line, write_json
+from subquad.cli.tables import facts, show_line
 from subquad.config import check_at_least
+from subquad.data.files import write_json
 from subquad.data.images import ImageSet
 from subquad.data.occlusion import occlusion
 from subquad.evaluation import ImageEvaluation, evaluate_images
@@ -119,11 +120,6 @@ class Subject:
     mask_HW: NDArray[np.bool_]
 
     @property
-    def pixels(self) -> Tensor:
-        """Return the images as rows of bytes, `[N, T]`."""
-        return torch.from_numpy(self.images.pixels.reshape(len(self.images.pixels), -1))
-
-    @property
     def occluded(self) -> Tensor:
         """Return the mask over the bytes of an image, `[T]`."""
         return torch.from_numpy(self.mask_HW.flatten()).repeat_interleave(self.images.shape[2])
@@ -178,7 +174,7 @@ def prepare(asked: Namespace) -> Subject:
 
 def complete(subject: Subject, asked: Namespace) -> Completions:
     """Draw the completions and measure them."""
-    pixels_NT, occluded_T = subject.pixels, subject.occluded
+    pixels_NT, occluded_T = subject.images.flat, subject.occluded
     drawn = complete_images(
         subject.loaded.model,
         pixels_NT.repeat_interleave(asked.samples, 0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from subquad.adaptation.config import ConvertConfig
 from subquad.adaptation.conversion_report import STAGES, Report, draw
 from subquad.cli.arguments import Parser, data_is_a_path, files_first
-from subquad.cli.tables import print_table, size
+from subquad.cli.tables import context_range, print_table, show_line, size
 from subquad.cli.threads import kept_threads
 from subquad.evaluation.provenance import provenance
 
@@ -74,9 +74,7 @@ class Progress:
         if now - self.shown < 0.1 and done < steps:
             return
         self.shown = now
-        end = "\n" if done == steps else ""
-        sys.stderr.write(f"\r{stage}: step {done:,} of {steps:,}, loss {loss:.4f}{end}")
-        sys.stderr.flush()
+        show_line(f"{stage}: step {done:,} of {steps:,}, loss {loss:.4f}", last=done == steps)
 
 
 def show(report: Report) -> None:
@@ -92,20 +90,20 @@ def show(report: Report) -> None:
 def _stages(report: Report) -> tuple[str, list[str], Lines]:
     replaced, kept = (", ".join(map(str, report["layers"][name])) for name in ("replaced", "kept"))
     title = f"{report['attention']} in layers {replaced}; full attention kept: {kept or 'none'}"
-    return title, STAGE_COLUMNS, [_stage(stage) for stage in report["stages"]]
-
-
-def _stage(stage: Mapping[str, Any]) -> list[str]:
-    key = stage["passkey"]
-    errors = stage.get("errors")
-    return [
-        STAGES[stage["stage"]],
-        f"{stage['loss']:.4f}",
-        f"{stage['perplexity']:,.3f}",
-        "-" if key is None else f"{key['value']:.0%} ± {key['error']:.0%}",
-        "-" if errors is None else " ".join(f"{error:.3f}" for error in errors),
-        f"{stage['seconds'] / 60:.1f}",
-    ]
+    lines = []
+    for stage in report["stages"]:
+        key, errors = stage["passkey"], stage.get("errors")
+        lines.append(
+            [
+                STAGES[stage["stage"]],
+                f"{stage['loss']:.4f}",
+                f"{stage['perplexity']:,.3f}",
+                "-" if key is None else f"{key['value']:.0%} ± {key['error']:.0%}",
+                "-" if errors is None else " ".join(f"{error:.3f}" for error in errors),
+                f"{stage['seconds'] / 60:.1f}",
+            ]
+        )
+    return title, STAGE_COLUMNS, lines
 
 
 def _positions(report: Report) -> tuple[str, list[str], Lines]:
@@ -116,16 +114,10 @@ def _positions(report: Report) -> tuple[str, list[str], Lines]:
     for place, part in enumerate(gap["by_position"]):
         share = part["tokens"] * part["gap"] / tokens
         losses = [f"{stage['by_position'][place]['loss']:.4f}" for stage in stages]
-        lines.append([context_range(part), *losses, f"{part['gap']:+.4f}", f"{share:+.4f}"])
+        lines.append([context_range(part["start"], part["stop"]), *losses, f"{part['gap']:+.4f}", f"{share:+.4f}"])
     lines.append(["all", *(f"{stage['loss']:.4f}" for stage in stages), *[f"{gap['loss']:+.4f}"] * 2])
     headers = ["tokens of context", *(STAGES[stage["stage"]] for stage in stages), "gap", "part of it"]
     return "loss by position (nats a token)", headers, lines
-
-
-def context_range(part: Mapping[str, Any]) -> str:
-    """Return `257 to 512`, or a single number."""
-    start, last = part["start"], part["stop"] - 1
-    return f"{start:,}" if start == last else f"{start:,} to {last:,}"
 
 
 def _branches(report: Report) -> tuple[str, list[str], Lines]:

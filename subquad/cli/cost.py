@@ -11,8 +11,9 @@ from rich.text import Text
 
 from subquad.attention import names
 from subquad.cli.arguments import Parser
-from subquad.cli.tables import console, count, print_table, size, write_csv, write_json
+from subquad.cli.tables import console, count, print_table, size, write_csv
 from subquad.config import check_at_least
+from subquad.data.files import write_json
 from subquad.models import DecoderConfig, costs
 from subquad.models.costs import Measured, Volume
 from subquad.models.stacks import STACKS

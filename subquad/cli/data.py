@@ -15,9 +15,10 @@ import numpy as np
 from rich.text import Text
 
 from subquad.cli.arguments import Parser, check_output
-from subquad.cli.tables import console, count, counter, print_table, show_line, write_json
+from subquad.cli.tables import console, count, counter, print_table, show_line
 from subquad.config import check_at_least
 from subquad.data.config import DatasetName, LabelledConfig
+from subquad.data.files import write_json
 from subquad.data.labelled import LabelledCorpus, labelled_corpus
 from subquad.data.lra.listops import WORDS
 from subquad.data.lra.store import Sequences
@@ -259,7 +260,7 @@ def _make_tokens(arguments: Sequence[str]) -> int:
         tokenizer = load_tokenizer(values["tokenizer"])
         sources = [open_source(path, skip_bad_files=values["skip_bad_files"]) for path in values["paths"]]
     begin = time.perf_counter()
-    progress: Any = _show_documents if sys.stderr.isatty() else None
+    progress: Any = (lambda what, done, _: show_line(f"{what}: {done:,} documents")) if sys.stderr.isatty() else None
     made = write_tokens(values["out"], sources, tokenizer, shard_tokens=values["shard_tokens"], progress=progress)
     record = {
         "folder": str(made.path),
@@ -308,11 +309,6 @@ def _print_tokens(tokens: TokenSet, record: dict[str, Any], seconds: float) -> N
     )
     console().print(Text(text), soft_wrap=True)
     console().print(Text(shlex.join(["subquad", "train", "--data.path", str(tokens.path)])), soft_wrap=True)
-
-
-def _show_documents(what: str, done: int, total: int) -> None:
-    """Count documents in one line."""
-    show_line(f"{what}: {done:,} documents")
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"tokens": _make_tokens, "check": _check_tokens}

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from subquad import adaptation, training
 from subquad.cli.arguments import Parser, check_output, data_is_a_path
-from subquad.cli.tables import class_table, image_table, position_table, progress, text_table, write_json
+from subquad.cli.tables import class_table, image_table, position_table, progress, text_table
 from subquad.data import TokenSet, TokenShard, prepare
 from subquad.data.corpus import prepare_shard
+from subquad.data.files import write_json
 from subquad.data.tokenizers import tokenizer_hash, warn_of_carriage_returns
 from subquad.evaluation import ClassEvaluation, Evaluation, ImageEvaluation, evaluate, evaluate_images
 from subquad.evaluation.classes import evaluate_classifier, fit_bag_of_tokens
-from subquad.evaluation.config import EvalConfig, TextConfig
+from subquad.evaluation.config import EvalConfig
 from subquad.models.image import ImageModel
 from subquad.parsing import read_json_mapping
 from subquad.training.config import TrainConfig
@@ -27,7 +28,14 @@ from subquad.training.tasks_classify import labelled
 
 DEFAULT_LENGTH = 1024
 """Tokens per window if the folder has no training configuration."""
-TASK_OPTIONS = ("tasks", "task_path", "num_fewshot", "limit", "prefix_token")
+TASK_OPTIONS: dict[str, tuple[Any, str]] = {
+    "tasks": (str, "Tasks, groups and tags, such as lambada_openai,piqa."),
+    "task_path": (str, "Folder with YAML files of your own tasks, which can run Python code: use only trusted files."),
+    "num_fewshot": (int, "Examples in each prompt, except for tasks that set 0. null: each task's own number."),
+    "limit": (int, "Measure only this many examples of each task. null: all."),
+    "prefix_token": (int, "Number of the token put before each text. null: document separator, BOS or the like."),
+}
+"""The type and the help of each option of tasks."""
 TEXT_OPTIONS = ("stride", "windows", "data.path", "data.skip_bad_files", "data.cache")
 
 
@@ -115,7 +123,8 @@ def _ask(parser: Parser, folder: str, names: list[str], chosen: Namespace, optio
 
 
 def _evaluate(loaded: training.runs.LoadedRun, config: EvalConfig) -> Evaluation:
-    shard = _text(loaded, config.data)
+    data = config.data
+    shard = text_of(loaded, data.path, data.cache, "--data.path", skip_bad_files=data.skip_bad_files)
     warn_of_carriage_returns(loaded.tokenizer, shard.tokens, str(config.data.path or "the held-out text"))
     length = config.length
     if length is None:
@@ -138,15 +147,12 @@ def _evaluate(loaded: training.runs.LoadedRun, config: EvalConfig) -> Evaluation
     )
 
 
-def _text(loaded: training.runs.LoadedRun, config: TextConfig) -> TokenShard | TokenSet:
-    """Return the tokens of the text in `config`, or of the held-out part of the run's own text."""
-    if config.path is not None:
-        return prepare_shard(config.path, loaded.tokenizer, skip_bad_files=config.skip_bad_files, cache=config.cache)
-    return held_out_text(loaded, config.cache, "--data.path")
-
-
-def held_out_text(run: training.runs.LoadedRun, cache: str | None, option: str) -> TokenShard | TokenSet:
-    """Return the held-out part of a run's training text; errors name the `option` that gives another text."""
+def text_of(
+    run: training.runs.LoadedRun, path: str | None, cache: str | None, option: str, *, skip_bad_files: bool = False
+) -> TokenShard | TokenSet:
+    """Return the tokens of the text at `path`, given by `option`; None: of the held-out part of the run's own text."""
+    if path is not None:
+        return prepare_shard(path, run.tokenizer, skip_bad_files=skip_bad_files, cache=cache)
     if run.config is None:
         raise ValueError(f"{run.folder} has no config.yaml that names its text; give a text by {option}")
     data = run.config.data
@@ -199,7 +205,7 @@ def _load_images(folder: str, options: EvalConfig) -> tuple[ImageModel, Tensor]:
     runs = training.runs
     loaded = runs.load_image_run(folder, options.device)
     images = runs.images_for(loaded, data.path).held_out
-    return loaded.model, runs.flat(runs.chosen(images, options.windows))
+    return loaded.model, runs.chosen(images, options.windows).flat
 
 
 class Loaded(NamedTuple):
@@ -213,30 +219,8 @@ class Loaded(NamedTuple):
 def _add_tasks(parser: ArgumentParser) -> None:
     """Add the options of tasks."""
     group = parser.add_argument_group("tasks of lm-evaluation-harness instead of a text: pip install subquad[eval]")
-    group.add_argument(
-        "--tasks", type=str | None, default=None, help="Tasks, groups and tags, such as lambada_openai,piqa."
-    )
-    group.add_argument(
-        "--task_path",
-        type=str | None,
-        default=None,
-        help="Folder with YAML files of your own tasks. They can run Python code: use only files that you trust.",
-    )
-    group.add_argument(
-        "--num_fewshot",
-        type=int | None,
-        default=None,
-        help="Examples in each prompt, except for tasks that set 0. null: each task's own number.",
-    )
-    group.add_argument(
-        "--limit", type=int | None, default=None, help="Measure only this many examples of each task. null: all."
-    )
-    group.add_argument(
-        "--prefix_token",
-        type=int | None,
-        default=None,
-        help="Number of the token put before each text. null: document separator, BOS or the like.",
-    )
+    for name, (kind, text) in TASK_OPTIONS.items():
+        group.add_argument(f"--{name}", type=kind | None, default=None, help=text)
 
 
 def _task_names(chosen: Namespace) -> list[str] | None:

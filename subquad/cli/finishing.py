@@ -16,8 +16,9 @@ from tokenizers import Tokenizer
 
 from subquad import training
 from subquad.cli.eval import evaluate_classes
-from subquad.cli.tables import class_table, facts, image_table, progress, text_table, write_json
+from subquad.cli.tables import class_table, facts, image_table, progress, text_table
 from subquad.data import Corpus, TokenShard
+from subquad.data.files import write_json
 from subquad.data.images import ImageSet
 from subquad.data.probes import HELD_OUT, probe_rows
 from subquad.data.tokenizers import encode_text
@@ -162,10 +163,7 @@ def _print(table: Table, text: str, *commands: str) -> None:
 
 def _classify(result: training.RunResult) -> None:
     """Write and print evaluation.json and report.json."""
-    from subquad.hf import SubquadForSequenceClassification
-
     sys.stderr.write("evaluating on the test sequences ...\n")
-    assert isinstance(result.model, SubquadForSequenceClassification)
     evaluation = evaluate_classes(result.model, result.config, None, result.config.batch.size)
     report = {
         "accuracy": evaluation.accuracy,
@@ -192,16 +190,12 @@ def _pretrain(result: training.RunResult) -> None:
 
 def _images(result: training.RunResult) -> None:
     """Write evaluation.json, samples.png and report.json; print the numbers."""
-    from subquad.hf import SubquadForImages
-
-    options, images = result.config.image, result.corpus
-    assert isinstance(result.model, SubquadForImages)
+    options, model, images = result.config.image, result.model.model, result.corpus
     assert isinstance(images, ImageSet)
-    model = result.model.model
     sys.stderr.write("measuring on held-out images ...\n")
     evaluation = evaluate_images(
         model,
-        training.runs.flat(training.runs.chosen(images, options.test_images)),
+        training.runs.chosen(images, options.test_images).flat,
         batch_size=result.config.batch.size,
         progress=progress("image"),
     )
@@ -228,21 +222,14 @@ def _images(result: training.RunResult) -> None:
 
 def _probe(result: training.RunResult) -> None:
     """Write and print evaluation.json and report.json."""
-    from subquad.hf import SubquadForCausalLM
-
     config, probe = result.config, result.config.probe
-    assert isinstance(result.model, SubquadForCausalLM)
     sys.stderr.write("evaluating on the held-out sequences ...\n")
     rows = probe_rows(probe, config.batch.length, probe.held_out, seed=(probe.seed, HELD_OUT))
     score = overall(rows, right_answers(result.model.model, rows, batch_size=config.batch.size))
     chance = 1 / 10 if probe.name == "passkey" else probe.chance  # per token, as the accuracy is
     accuracy = {"accuracy": score.value, "error": score.error, "chance": chance}
     evaluation = {**accuracy, "sequences": score.sequences, "asked": score.asked, "length": score.length}
-    report = {
-        **accuracy,
-        "sequences": score.sequences,
-        **_facts(result),
-    }
+    report = {**accuracy, "sequences": score.sequences, **_facts(result)}
     _write(result, evaluation, report)
     table = facts(
         ("held-out sequences", f"{score.sequences:,} of {score.length:,} tokens, {score.asked:,} tokens asked"),

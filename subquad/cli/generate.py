@@ -18,6 +18,7 @@ from jsonargparse import Namespace
 from subquad import training
 from subquad.cli.arguments import Parser, check_output
 from subquad.cli.complete import picture_file, show_pixels
+from subquad.cli.tables import show_line
 from subquad.config import check_at_least
 from subquad.data.tokenizers import encode_prompt, encode_text, separator_id
 from subquad.generation import BatchDecoder, Generation, SamplingConfig, TextStream, beam_search, generate_images
@@ -147,7 +148,7 @@ def _start(parser: Parser, asked: Namespace) -> Start:
         if asked.decode is not None or asked.refill is not None:
             loaded.decoder.set_decode(asked.decode, asked.refill)
         state = read_state(loaded.decoder, asked.state_in)
-        tokens = _begin_tokens(loaded) if begins_itself else _tokens(loaded, prompt, goes_on=state is not None)
+        tokens = _tokens(loaded, None if begins_itself else prompt, goes_on=state is not None)
         sampling = _limited(loaded.decoder, len(tokens), state, sampling, keep=asked.state_out is not None)
     return Start(loaded, prompt, tokens, state, sampling)
 
@@ -220,20 +221,20 @@ def _prompt(text: str | None, file: str | None) -> str:
     return prompt
 
 
-def _tokens(loaded: training.runs.LoadedRun, prompt: str, *, goes_on: bool) -> list[int]:
-    """Return the prompt's tokens, with begin-of-text tokens unless it `goes_on`; `ValueError` if there are none."""
+def _tokens(loaded: training.runs.LoadedRun, prompt: str | None, *, goes_on: bool) -> list[int]:
+    """Return the prompt's tokens, with begin-of-text tokens unless it `goes_on`; None: the begin-of-text token alone.
+
+    Raises `ValueError` if there are none.
+    """
+    if prompt is None:
+        token = _begin_token(loaded)
+        if token is None:
+            raise ValueError(f"{loaded.folder} has no begin-of-text token (bos_token_id); give a --prompt")
+        return [token]
     tokens = (encode_text if goes_on else encode_prompt)(loaded.tokenizer, prompt)
     if not tokens:
         raise ValueError("the prompt must have at least one token, got an empty text")
     return tokens
-
-
-def _begin_tokens(loaded: training.runs.LoadedRun) -> list[int]:
-    """Return the model's begin-of-text token in a list; raise `ValueError` if it has none."""
-    token = _begin_token(loaded)
-    if token is None:
-        raise ValueError(f"{loaded.folder} has no begin-of-text token (bos_token_id); give a --prompt")
-    return [token]
 
 
 def _begin_token(loaded: training.runs.LoadedRun) -> int | None:
@@ -405,7 +406,7 @@ def _write_texts(start: Start, asked: Namespace) -> None:
             texts.append(start.loaded.tokenizer.decode(tokens + own, skip_special_tokens=True).strip())
             count += len(own)
         if shown:
-            sys.stderr.write(f"\r{len(texts):,} of {asked.texts:,} texts{chr(10) if len(texts) == asked.texts else ''}")
+            show_line(f"{len(texts):,} of {asked.texts:,} texts", last=len(texts) == asked.texts)
     draft = Path(f"{asked.out_file}.tmp")
     with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file:
         for number, text in enumerate(texts, 1):

@@ -84,8 +84,7 @@ def _tokenizer(model: str, asked: str | None) -> Tokenizer | None:
         return load_tokenizer(source) if has_tokenizer(source) else None
     from transformers import AutoTokenizer
 
-    backend: Tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False).backend_tokenizer
-    return backend
+    return AutoTokenizer.from_pretrained(model, trust_remote_code=False).backend_tokenizer
 
 
 def _settings(model: Any, tokenizer: Tokenizer) -> dict[str, object]:

@@ -6,8 +6,9 @@ import ast
 import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -119,27 +120,23 @@ def _print_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     console(max(WIDTH, needed)).print(table)
 
 
-class Option(NamedTuple):
-    """An option of a mechanism, as text."""
-
-    name: str
-    type: str
-    default: str
-    help: str
-
-
 def _rows() -> Iterator[tuple[str, ...]]:
     """Yield a row for each mechanism and each stack under `HEADERS`."""
     for name in names():
         cls = mechanism(name)
-        state = "none"
-        if "causal" in cls.forms:
-            with torch.device("meta"):
-                layer = build(name, **STATE_OF)
-            state = _size(layer.state_bytes(STATE_AFTER)) + (", grows" if cls.state_grows else "")
-        yield name, cls.summary, _form(cls.forms), cls.cost_order, state, cls.paper
+        yield name, cls.summary, _form(cls.forms), cls.cost_order, _state(name), cls.paper
     for stack in STACKS.values():
         yield stack.name, stack.summary, _form(stack.forms), stack.cost_order, stack.state, stack.paper
+
+
+@cache
+def _state(name: str) -> str:
+    """Return the size of a layer's state, which takes long to count for some; `none` without a causal form."""
+    if "causal" not in mechanism(name).forms:
+        return "none"
+    with torch.device("meta"):
+        layer = build(name, **STATE_OF)
+    return _size(layer.state_bytes(STATE_AFTER)) + (", grows" if layer.state_grows else "")
 
 
 def _form(forms: tuple[str, ...]) -> str:
@@ -206,20 +203,19 @@ def markdown() -> str:
     return f"{table}\n\n*{NOTE}.*"
 
 
-def options(config: type[Config]) -> list[Option]:
-    """Return the options in a configuration; a mechanism's `dim` and `num_heads`, which the model sets, come first."""
-    hints = get_type_hints(config)
+def options(config: type[Config]) -> list[tuple[str, str, str, str]]:
+    """Return name, type, default and help of the options in a configuration.
+
+    A mechanism's `dim` and `num_heads`, which the model sets, come first.
+    """
     parser = Parser()
     parser.add_class_arguments(config, None, as_group=False)
-    helps = parser.helps()
-    return [
-        Option(field.name, _type_name(hints[field.name]), _default(field), helps.get(field.name, ""))
-        for field in dataclasses.fields(config)
-    ]
-
-
-def _type_name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+    helps, found = parser.helps(), []
+    for field in dataclasses.fields(config):
+        hint = get_type_hints(config)[field.name]
+        kind = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+        found.append((field.name, kind, _default(field), helps.get(field.name, "")))
+    return found
 
 
 def _default(field: dataclasses.Field) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 from subquad import adaptation
 from subquad.cli.arguments import Parser, check_output
-from subquad.cli.tables import count, print_table, size, write_json
+from subquad.cli.tables import count, print_table, size
 from subquad.config import suggest
+from subquad.data.files import write_json
 
 HEADERS = ("adapter", "base", "rank", "alpha", "layers", "trained", "share", "on disk", "fits")
 OVERVIEW = """\
@@ -58,7 +59,7 @@ def _list(arguments: Sequence[str]) -> int:
         found = adaptation.adapters.adapters(chosen.folders)
     _show(found, markdown=chosen.markdown)
     if chosen.json:
-        write_json(chosen.json, {"adapters": [entry.record() for entry in found]})
+        write_json(chosen.json, {"adapters": [entry.to_dict() for entry in found]})
     return 0
 
 

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from jsonargparse import Namespace
 
 from subquad import training
 from subquad.cli.arguments import Parser
-from subquad.cli.eval import held_out_text
-from subquad.cli.tables import counter, print_table, write_json
+from subquad.cli.eval import text_of
+from subquad.cli.tables import counter, print_table
 from subquad.config import check_at_least
-from subquad.data.corpus import prepare_shard
+from subquad.data.files import write_json
 from subquad.data.tokenizers import tokenizer_hash
 from subquad.evaluation import drawing
 from subquad.evaluation.probe_report import LABELS, ProbeOptions, Report, Subject, TaskName, measure
@@ -190,7 +189,7 @@ def _texts(loaded: Sequence[training.runs.LoadedRun], names: Sequence[str], opti
     for name, other in zip(names[1:], tokenizers[1:], strict=True):
         if other != tokenizers[0]:
             raise ValueError(f"{names[0]} and {name} have different tokenizers, so they can't be compared")
-    text = _text(loaded[0], options)
+    text = text_of(loaded[0], options.text, options.cache, "--text").tokens[:]
     return [
         Subject(
             name,
@@ -202,13 +201,6 @@ def _texts(loaded: Sequence[training.runs.LoadedRun], names: Sequence[str], opti
         )
         for run, name in zip(loaded, names, strict=True)
     ]
-
-
-def _text(run: training.runs.LoadedRun, options: ProbeOptions) -> np.ndarray:
-    """Return the tokens of --text, or of the held-out part of the run's training text."""
-    if options.text is not None:
-        return prepare_shard(options.text, run.tokenizer, cache=options.cache).tokens
-    return held_out_text(run, options.cache, "--text").tokens[:]
 
 
 def _print(report: Report) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +69,6 @@ def print_table(title: str, headers: Sequence[str], lines: Sequence[Sequence[str
     console().print(table)
 
 
-def write_json(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Write one indented JSON object."""
-    Path(path).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-
 def write_csv(path: str, records: Sequence[Mapping[str, Any]]) -> None:
     """Write one line per record, with the keys of the first as header; None becomes an empty field."""
     with Path(path).open("w", encoding="utf-8", newline="") as file:
@@ -107,15 +102,18 @@ def text_table(evaluation: Evaluation) -> Table:
     return table
 
 
+def context_range(start: int, stop: int) -> str:
+    """Return `257 to 512` for 257 and 513, or a single number."""
+    return f"{start:,}" if start + 1 == stop else f"{start:,} to {stop - 1:,}"
+
+
 def position_table(evaluation: Evaluation) -> Table:
     """Return the table of loss by tokens of context."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for header in ("tokens of context", "tokens", "loss, nats"):
         table.add_column(header, justify="right")
     for part in evaluation.by_position:
-        last = part.stop - 1
-        context = f"{part.start:,}" if part.start == last else f"{part.start:,} to {last:,}"
-        table.add_row(context, f"{part.tokens:,}", f"{part.loss:.4f}")
+        table.add_row(context_range(part.start, part.stop), f"{part.tokens:,}", f"{part.loss:.4f}")
     return table
 
 
@@ -165,9 +163,6 @@ def counter(unit: str = "") -> Callable[[str, int, int], None] | None:
 
 
 def progress(what: str) -> Callable[[int, int], None] | None:
-    """Return a function that shows `WHAT DONE of ALL`; None if standard error isn't a terminal."""
-
-    def show(done: int, total: int) -> None:
-        show_line(f"{what} {done:,} of {total:,}", last=done == total)
-
-    return show if sys.stderr.isatty() else None
+    """Return a function that shows `WHAT: DONE of ALL`; None if standard error isn't a terminal."""
+    show = counter()
+    return show and partial(show, what)

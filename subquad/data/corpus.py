@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from tokenizers import Tokenizer
 
 from subquad.config import digest
 from subquad.data.config import DataConfig
-from subquad.data.files import Progress, cache_folder, fill_once, remove, silent, write_json
+from subquad.data.files import Progress, cache_folder, fill_once, remove, sha256_of, silent, write_json
 from subquad.data.shards import FORMAT_VERSION, TokenShard
 from subquad.data.sources import Source, cut, hold_out, open_source
 from subquad.data.token_set import TokenSet, held_out_names, is_token_set
@@ -89,7 +88,7 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
 
     def fill(temporary: Path) -> None:
         _build(temporary, config, fixed, sources, progress or silent)
-        sums = {name: _sha256(temporary / name) for name in PLAIN}
+        sums = {name: sha256_of(temporary / name) for name in PLAIN}
         write_json(temporary / "manifest.json", {"version": FORMAT_VERSION, "contents": contents, "sha256": sums})
         for source, before in zip(sources, contents, strict=True):
             _check_unchanged(source, before)
@@ -281,7 +280,7 @@ def _open(folder: Path) -> Corpus:
     if (version := manifest["version"]) != FORMAT_VERSION:
         raise ValueError(f"{folder} has corpus format version {version}, this release reads version {FORMAT_VERSION}")
     for name in PLAIN:
-        if _sha256(folder / name) != manifest["sha256"].get(name):
+        if sha256_of(folder / name) != manifest["sha256"].get(name):
             raise ValueError(f"{folder / name} is damaged: its checksum is wrong")
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     made_by = tokenizer_hash(tokenizer)
@@ -304,8 +303,3 @@ def _open(folder: Path) -> Corpus:
 def _check_unchanged(source: Source, before: str) -> None:
     if source.fingerprint() != before:
         raise ValueError("the text changed while it was read: prepare it again")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import logging
 import os
@@ -10,7 +11,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -92,13 +93,6 @@ def cache_folder(cache: str | None) -> Path:
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "subquad"
 
 
-def set_aside(path: Path) -> Path:
-    """Rename `path` to a temporary name that `sweep` finds, and return that."""
-    away = _beside(path)
-    os.replace(path, away)
-    return away
-
-
 def fill_once(folder: Path, check: Callable[[], object], fill: Callable[[Path], None]) -> None:
     """Fill `folder` by `fill(temporary)` if it does not exist or `check` raises."""
     if not usable(folder, check):
@@ -137,7 +131,8 @@ def usable(folder: Path, check: Callable[[], object]) -> bool:
         if damage is None:
             return True
         logger.warning("prepared data in %s is damaged and will be rebuilt: %s", folder, damage)
-        away = set_aside(folder)
+        away = _beside(folder)  # `sweep` finds it if this process ends before it is removed
+        os.replace(folder, away)
     remove(away)
     return False
 
@@ -181,6 +176,12 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
+def write_json(path: str | Path, values: Mapping[str, Any]) -> None:
     """Write `values` to `path` as indented JSON."""
-    path.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    Path(path).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file's content."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -8,14 +8,16 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
 from subquad.data.packed import PACKED, find_packed, load_arrays, read_packed
 
@@ -39,6 +41,11 @@ class ImageSet:
         """Rows, columns, channels."""
         _, height, width, channels = self.pixels.shape
         return height, width, channels
+
+    @property
+    def flat(self) -> Tensor:
+        """Bytes of each image as a sequence, `[N, T]`."""
+        return torch.from_numpy(self.pixels.reshape(len(self.pixels), -1))
 
     def fingerprint(self) -> str:
         """Return a SHA-256 of all pixels and labels, 64 hexadecimal digits."""
@@ -122,11 +129,16 @@ def read_idx(folder: Path) -> dict[str, ImageSet]:
             if len(labels) != len(pixels):
                 raise ValueError(f"{named} has {len(labels)} labels for the {len(pixels)} images of {file}")
         read[part] = (pixels[..., None], labels)
-    known = [labels.max() for _, labels in read.values() if labels is not None and len(labels)]
-    classes = tuple(str(number) for number in range(int(max(known)) + 1)) if known else ()
+    classes = _numbered(labels for _, labels in read.values())
     return {
         part: ImageSet(pixels, labels, () if labels is None else classes) for part, (pixels, labels) in read.items()
     }
+
+
+def _numbered(labels: Iterable[NDArray[np.int64] | None]) -> tuple[str, ...]:
+    """Return the numbers up to the greatest label as names of the classes."""
+    most = max((int(known.max()) for known in labels if known is not None and len(known)), default=-1)
+    return tuple(map(str, range(most + 1)))
 
 
 def _idx(file: Path, dims: int) -> NDArray[np.uint8]:
@@ -163,9 +175,8 @@ def read_npz(file: Path) -> dict[str, ImageSet]:
         if name not in arrays:
             raise ValueError(f"{file} has no array {name}; it has {', '.join(sorted(arrays)) or 'none'}")
     labels = {part: _npz_labels(file, arrays.get(f"y_{part}"), f"y_{part}") for part in ("train", "test")}
-    most = [int(known.max()) for known in labels.values() if known is not None and len(known)]
-    classes = tuple(str(number) for number in range(max(most) + 1)) if most else ()
-    if "classes" in arrays and most:
+    classes = _numbered(labels.values())
+    if "classes" in arrays and classes:
         classes = _named_classes(file, arrays["classes"], labels)
     read = {}
     for part, known in labels.items():
@@ -225,11 +236,7 @@ def _jpegs(file: Path, arrays: dict[str, NDArray[np.generic]]) -> dict[str, Imag
     train, offset = int(n_train.item()), offset.astype(np.int64)
     steps = np.diff(offset)
     if offset[0] != 0 or offset[-1] != len(blob) or steps.min() < 1:
-        row = len(steps)
-        if offset[0] != 0:
-            row = 0
-        elif steps.min() < 1:
-            row = int(np.argmax(steps < 1))
+        row = 0 if offset[0] != 0 else int(np.argmax(steps < 1)) if steps.min() < 1 else len(steps)
         raise ValueError(f"{file}: offset row {row} is not valid for the {len(blob)} bytes of blob")
     count = len(steps)
     if not 0 < train < count:

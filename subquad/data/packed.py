@@ -86,8 +86,7 @@ def read_packed(file: Path) -> bytes:
 def open_stream(file: Path) -> IO[bytes]:
     """Open the unpacked content of a file as a stream; reading damage raises one of `DAMAGE`."""
     module = _MODULES.get(file.suffix)
-    stream: IO[bytes] = module.open(file, "rb") if module else file.open("rb")
-    return stream
+    return module.open(file, "rb") if module else file.open("rb")
 
 
 def damaged(file: Path, error: Exception) -> ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -45,23 +46,27 @@ def pack(documents: np.ndarray, length: int) -> Packing:
     if length < 2:
         raise ValueError(f"a window needs at least 2 tokens, one to read and one to predict, got length={length}")
     starts, stops = pieces(documents, length)
-    window_of = np.empty(len(starts), dtype=np.int64)
+    window_of = np.array(list(first_fit((stops - starts).tolist(), length, OPEN_WINDOWS)), dtype=np.int64)
+    order = np.argsort(window_of, kind="stable")
+    firsts = np.searchsorted(window_of[order], np.arange(window_of.max(initial=-1) + 2))
+    return Packing(firsts, starts[order], stops[order])
+
+
+def first_fit(sizes: Iterable[int], length: int, most_open: int) -> Iterator[int]:
+    """Yield the number of the window of `length` tokens, from 0, in which each piece of `sizes` tokens goes."""
     room: list[int] = []  # free tokens of the open windows, oldest first
     names: list[int] = []
     opened = 0
-    for number, size in enumerate((stops - starts).tolist()):
+    for size in sizes:
         place = next((place for place, free in enumerate(room) if free >= size), None)
         if place is None:
-            if len(room) == OPEN_WINDOWS:
+            if len(room) == most_open:
                 fullest = room.index(min(room))
                 del room[fullest], names[fullest]
             room.append(length)
             names.append(opened)
             place, opened = len(room) - 1, opened + 1
-        window_of[number] = names[place]
+        yield names[place]
         room[place] -= size
         if room[place] == 0:
             del room[place], names[place]
-    order = np.argsort(window_of, kind="stable")
-    firsts = np.searchsorted(window_of[order], np.arange(opened + 1))
-    return Packing(firsts, starts[order], stops[order])

@@ -5,7 +5,6 @@ No window of a set crosses the end of a shard.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from bisect import bisect_right
 from collections.abc import Sequence, Sized
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.config import digest
-from subquad.data.files import Progress, cache_folder, fill_once, silent, usable, write_json
+from subquad.data.files import Progress, cache_folder, fill_once, sha256_of, silent, usable, write_json
 from subquad.data.packing import Packing, pack
 from subquad.data.shards import TokenShard
 from subquad.data.token_set import OPEN_SHARDS, ShardError, TokenSet
@@ -250,7 +249,7 @@ class PackedSetWindows(SetWindows):
 
     def _packing(self, shard: int) -> Packing:
         file = self.folder / f"{shard:05d}.npy"
-        if hashlib.sha256(file.read_bytes()).hexdigest() != self._found["sha256"][shard]:
+        if sha256_of(file) != self._found["sha256"][shard]:
             raise ValueError(f"{file} is damaged: its checksum is wrong; delete {self.folder} to pack again")
         values, windows = np.load(file, mmap_mode="r", allow_pickle=False), self.counts[shard]
         firsts, pieces = values[: windows + 1], values[windows + 1 :]
@@ -285,7 +284,7 @@ def _pack_all(folder: Path, tokens: TokenSet, unreadable: Sequence[str], length:
         np.save(file, np.concatenate(packing))
         found["windows"].append(len(packing.firsts) - 1)
         found["used"].append(int((packing.stops - packing.starts).sum()))
-        found["sha256"].append(hashlib.sha256(file.read_bytes()).hexdigest())
+        found["sha256"].append(sha256_of(file))
     write_json(folder / COUNTS, {"packing": found, "digest": digest(found)})
 
 

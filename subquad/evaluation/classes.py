@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from subquad.config import check_at_least
-from subquad.evaluation.text import evaluating
+from subquad.config import Record, check_at_least
+from subquad.inference import inference
 from subquad.models import Classifier
 
 EXAMPLES = 10_000
@@ -124,7 +124,7 @@ def _accuracy(logits_NC: Tensor, labels_N: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class ClassEvaluation:
+class ClassEvaluation(Record):
     """The result of `evaluate_classifier`."""
 
     examples: int
@@ -140,12 +140,7 @@ class ClassEvaluation:
     """Accuracy by class, for classes that occur."""
     seconds: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
-        return asdict(self)
 
-
-@torch.no_grad()
 def evaluate_classifier(
     model: Classifier,
     items: Dataset[dict[str, Tensor]],
@@ -168,7 +163,7 @@ def evaluate_classifier(
     begin = time.perf_counter()
     logits, labels = [], []
     batches = DataLoader(Subset(items, range(count)), batch_size)
-    with evaluating(model):
+    with inference(model):
         for done, batch in enumerate(batches, 1):
             batch = {name: value.to(device) for name, value in batch.items()}
             read = [batch["input_ids"], batch["attention_mask"].bool()]

@@ -76,8 +76,7 @@ class TaskEvaluation:
         """Return plain values, for JSON."""
         values = asdict(self)
         del values["table"]
-        plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
-        return plain
+        return json.loads(json.dumps(values, default=str))
 
 
 def evaluate_tasks(
@@ -85,28 +84,12 @@ def evaluate_tasks(
     tokenizer: Tokenizer | PreTrainedTokenizerBase,
     tasks: Sequence[str],
     /,
-    *,
-    task_path: str | Path | None = None,
-    length: int | None = None,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
-    batch_size: int = 8,
-    prefix_token: int | None = None,
+    **options: Any,
 ) -> TaskEvaluation:
     """Measure a model on tasks and restore its mode; see `prepare_tasks` for options and errors."""
     training = model.training
     try:
-        return prepare_tasks(
-            model,
-            tokenizer,
-            tasks,
-            task_path=task_path,
-            length=length,
-            num_fewshot=num_fewshot,
-            limit=limit,
-            batch_size=batch_size,
-            prefix_token=prefix_token,
-        ).measure()
+        return prepare_tasks(model, tokenizer, tasks, **options).measure()
     finally:
         model.train(training)
 

@@ -8,22 +8,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad.config import check_at_least
+from subquad.config import Record, check_at_least
 from subquad.data.images import ImageSet
-from subquad.evaluation.text import evaluating
+from subquad.inference import inference
 from subquad.models.image import ImageModel
 from subquad.models.mlp import Mlp
 
 
 @dataclass(frozen=True)
-class ImageEvaluation:
+class ImageEvaluation(Record):
     """The result of `evaluate_images`. A dimension is a byte: a grey pixel, or one channel of a colour pixel."""
 
     images: int
@@ -41,12 +40,7 @@ class ImageEvaluation:
     """Mean over the occluded dimensions, each predicted from the true dimensions before it."""
     seconds: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
-        return asdict(self)
 
-
-@torch.no_grad()
 def evaluate_images(
     model: ImageModel,
     pixels_NT: Tensor,
@@ -70,7 +64,7 @@ def evaluate_images(
         raise ValueError(f"the mask must be bool and somewhere True, got {occluded_T.dtype}, sum {occluded_T.sum()}")
     device = next(model.parameters()).device
     begin, bits = time.perf_counter(), []
-    with evaluating(model):
+    with inference(model):
         for first in range(0, len(pixels_NT), batch_size):
             part_BT = pixels_NT[first : first + batch_size].to(device).long()
             bits.append(model.log_prob(part_BT).double().cpu() / -math.log(2))
@@ -122,8 +116,7 @@ def train_reader(images: ImageSet, /, *, seed: int = 0) -> Reader:
     """
     if images.labels is None:
         raise ValueError("a classifier needs labelled images to train on; these have no labels")
-    pixels_NT = torch.from_numpy(images.pixels.reshape(len(images.pixels), -1))
-    labels_N = torch.from_numpy(images.labels)
+    pixels_NT, labels_N = images.flat, torch.from_numpy(images.labels)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Mlp(pixels_NT.shape[1], *HIDDEN, len(images.classes))

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from subquad.evaluation.text import Tokens, evaluating
+from subquad.evaluation.text import Tokens
+from subquad.inference import inference
 
 MOST_NUMBERS = 1 << 26
 """Upper limit on the logits of one batch, which sets its number of windows (at least one)."""
@@ -95,7 +96,6 @@ def plan_positions(size: int, *, own: int, length: int, tokens: int, stretches: 
     return PositionPlan(tuple(edges), step, stretch, tuple(starts))
 
 
-@torch.no_grad()
 def loss_by_position(
     model: Any,
     tokens: Tokens,
@@ -109,7 +109,7 @@ def loss_by_position(
     shape = (len(plan.starts), plan.edges[-1])
     sums, counts = np.zeros(shape), np.zeros(shape, dtype=np.int64)
     done = 0
-    with evaluating(model):
+    with inference(model):
         for batch in _batches(plan, max(1, MOST_NUMBERS // (plan.edges[-1] * model.config.vocab_size))):
             size = batch[0][1] - batch[0][0]
             rows = np.stack([np.asarray(tokens[start : stop + 1]) for start, stop, *_ in batch]).astype(np.int64)

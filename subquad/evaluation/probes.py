@@ -7,16 +7,16 @@ N asked positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 
-from subquad.config import check_at_least
+from subquad.config import Record, check_at_least
 from subquad.data.probes import ProbeRows
-from subquad.evaluation.text import Window, evaluating, losses
+from subquad.evaluation.text import Window, losses
+from subquad.inference import inference
 from subquad.models import Decoder
 
 Progress = Callable[[int, int], None]
@@ -24,7 +24,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Score:
+class Score(Record):
     """A mean over answers in the range `start` to `stop`, excluding `stop` unless they are equal.
 
     The range is of depth, distance, share of the string or context: see the function that returns the score.
@@ -41,10 +41,6 @@ class Score:
     error: float
     """Standard error of `value` over sequences, since answers within a sequence are not independent."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
-        return asdict(self)
-
 
 def mean_and_error(sum_B: np.ndarray, count_B: np.ndarray, /) -> tuple[float, float]:
     """Return `m = sum / count` and its standard error over rows b, `sqrt(sum_b (sum_b - m count_b)^2) / count`.
@@ -56,7 +52,6 @@ def mean_and_error(sum_B: np.ndarray, count_B: np.ndarray, /) -> tuple[float, fl
     return float(mean), float(np.sqrt(((sum_B - mean * count_B) ** 2).sum()) / count)
 
 
-@torch.no_grad()
 def right_answers(
     model: Decoder, rows: ProbeRows, /, *, batch_size: int = 8, progress: Progress | None = None
 ) -> np.ndarray:
@@ -70,7 +65,7 @@ def right_answers(
     check_rows(model, rows)
     right_BT = np.zeros(rows.tokens.shape, dtype=bool)
     device = next(model.parameters()).device
-    with evaluating(model):
+    with inference(model):
         for start in range(0, len(right_BT), batch_size):
             part = slice(start, start + batch_size)
             tokens_BT = torch.from_numpy(rows.tokens[part]).to(device)

@@ -9,18 +9,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain, groupby, islice, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from subquad.config import check_at_least
+from subquad.data.packing import first_fit
 from subquad.data.token_set import TokenSet
 from subquad.data.windows import IGNORED, PADDING
+from subquad.inference import inference
 from subquad.models import Decoder
 
 Tokens: TypeAlias = Sequence[int] | np.ndarray | Tensor | TokenSet
@@ -62,13 +63,12 @@ def batches(windows: Sequence[Window], batch_size: int) -> Iterator[list[Window]
             yield group[i : i + batch_size]
 
 
-@torch.no_grad()
 def losses(model: Decoder, tokens: Tokens, batch: list[Window]) -> np.ndarray:
     """Return nats `[B, T]` of each next token as float64; of the last tokens alone if only they are predicted."""
     rows_BT = np.stack([np.asarray(tokens[window.start : window.stop + 1], dtype=np.int64) for window in batch])
     check_vocabulary(model, rows_BT)
     tokens_BT = torch.from_numpy(rows_BT).to(next(model.parameters()).device)
-    with evaluating(model):
+    with inference(model):
         loss = model.loss(tokens_BT[:, :-1], tokens_BT[:, 1:], reduction="none")
     return loss.double().cpu().numpy().reshape(len(batch), -1)
 
@@ -80,17 +80,6 @@ def check_vocabulary(model: Decoder, tokens: np.ndarray) -> None:
             f"tokens must be between 0 and {model.config.vocab_size - 1}, the model's vocabulary, "
             f"got {tokens.min()} to {tokens.max()}; were they made by another tokenizer?"
         )
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode within the block, and restore its mode afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 OPEN_ROWS = 16
@@ -110,26 +99,14 @@ def check_documents(model: Decoder, documents: np.ndarray, tokens: int, skip: in
 
 
 def rows_of(windows: Sequence[Window], length: int) -> Iterator[list[Window]]:
-    """Pack windows into rows of at most `length` tokens, first fit, and yield each row once it is closed."""
-    rows: list[list[Window]] = []
-    room: list[int] = []
-    for window in windows:
-        size = window.stop - window.start
-        place = next((place for place, free in enumerate(room) if free >= size), None)
-        if place is None:
-            if len(rows) == OPEN_ROWS:
-                fullest = room.index(min(room))
-                del room[fullest]
-                yield rows.pop(fullest)
-            rows.append([])
-            room.append(length)
-            place = len(rows) - 1
-        rows[place].append(window)
-        room[place] -= size
-    yield from rows
+    """Return windows packed into rows of at most `length` tokens, first fit."""
+    rows: dict[int, list[Window]] = {}
+    sizes = (window.stop - window.start for window in windows)
+    for window, row in zip(windows, first_fit(sizes, length, OPEN_ROWS), strict=True):
+        rows.setdefault(row, []).append(window)
+    return iter(rows.values())
 
 
-@torch.no_grad()
 def _losses(model: Decoder, tokens: Tokens, rows: Sequence[Sequence[Window]], length: int) -> list[np.ndarray]:
     """Return float64 nats of each next token, one array per window, row by row."""
     shape = (len(rows), length)
@@ -148,7 +125,7 @@ def _losses(model: Decoder, tokens: Tokens, rows: Sequence[Sequence[Window]], le
     check_vocabulary(model, labels_BT[labels_BT != IGNORED])
     device = next(model.parameters()).device
     inputs_BT, targets_BT, ids_BT = (torch.from_numpy(x).to(device) for x in (tokens_BT, labels_BT, doc_ids_BT))
-    with evaluating(model):
+    with inference(model):
         h_BTD = model.passes(inputs_BT, doc_ids=ids_BT)[-1]
         losses_BT = model.loss_of_hidden(h_BTD, targets_BT, reduction="none").double().cpu().numpy()
     return [losses_BT[b, begin:end] for b, begin, end in places]

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from subquad.config import check_at_least
-from subquad.generation.generate import Continuation, Finished, checked_prompt, inference, read_piece
+from subquad.generation.generate import Continuation, Finished, checked_prompt, read_piece
 from subquad.generation.sampling import Sampler, SamplingConfig
 from subquad.generation.slots import FixedSlots, LooseSlots, join
+from subquad.inference import inference
 from subquad.models import Decoder
 from subquad.state import State
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from subquad.config import check_at_least
-from subquad.generation.generate import Continuation, Generation, inference
+from subquad.generation.generate import Continuation, Generation
 from subquad.generation.sampling import SamplingConfig, check_finite
 from subquad.generation.slots import as_tensor
+from subquad.inference import inference
 from subquad.models import Decoder
 from subquad.state import State
 

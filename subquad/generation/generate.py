@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from subquad.generation.sampling import Sampler, SamplingConfig
 from subquad.generation.slots import FixedSlots, as_tensor
+from subquad.inference import inference
 from subquad.models import Decoder
 from subquad.state import State
 
@@ -176,17 +175,3 @@ def read_piece(model: Decoder, unread: list[int], state: State | None, chunk: in
     state = model.read(as_tensor(model, tokens), state)
     del unread[: len(tokens)]
     return state
-
-
-@contextmanager
-def inference(model: nn.Module) -> Iterator[None]:
-    """Set eval mode and disable gradients within the block; restore the mode after it."""
-    training = model.training
-    if training:
-        model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        if training:
-            model.train()

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from subquad.config import check_at_least
-from subquad.generation.generate import inference
+from subquad.inference import inference
 from subquad.models.image import START, ImageModel
 from subquad.state import State
 

@@ -20,10 +20,10 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from subquad import training
-from subquad.generation import BatchDecoder, SamplingConfig
+from subquad.generation import BatchDecoder, SamplingConfig, TextStream
 from subquad.serving import schemas
 from subquad.serving.config import ServeConfig
-from subquad.serving.engine import BusyError, DownError, Engine, Job
+from subquad.serving.engine import Engine, Job
 from subquad.serving.gate import GONE, APIError, Body, Count, Key, add_handlers, json_response
 from subquad.serving.metrics import CONTENT_TYPE, Metrics
 from subquad.serving.replies import Kind, Reply
@@ -86,7 +86,7 @@ class Routes:
 
     async def health(self) -> Response:
         """Return `ok`, or 503 if the server is stopping or its decoder has failed."""
-        self._check()
+        self._engine.check()
         return json_response({"status": "ok", "version": __version__, "model": self._served.name})
 
     async def metrics(self) -> Response:
@@ -106,14 +106,14 @@ class Routes:
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """Continue one or more prompts."""
         self._check_model(body.model)
-        self._check()
+        self._engine.check()
         prompts = [await self._encoded(prompt, "prompt") for prompt in body.prompts]
         return await self._answer(request, body, "completion", prompts, body.stops, body.max_tokens, COMPLETION_TOKENS)
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Answer a chat. Without a chat template, the prompt is `role: content` lines, then `assistant:`."""
         self._check_model(body.model)
-        self._check()
+        self._engine.check()
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
         try:
             text, stops = await asyncio.to_thread(self._texts.chat, messages)
@@ -154,8 +154,11 @@ class Routes:
         for number in range(count * len(prompts)):
             prompt = prompts[number // count]
             sequences.append((prompt, self._sampling(body, number, self._tokens(len(prompt), asked, usual))))
-        job = await self._submit(sequences)
-        streams = [self._texts.stream(prompt, stops) for prompt, _ in sequences]
+        try:
+            job = await self._engine.submit(sequences, stop_tokens=self._texts.stop_tokens)
+        except ValueError as error:
+            raise APIError(400, str(error)) from error
+        streams = [TextStream(self._texts.tokenizer, prompt, stops) for prompt, _ in sequences]
         reply = Reply(self._engine, job, kind, self._served.name, streams, sum(map(len, prompts)))
         if body.stream:
             return EventStream(self._engine, job, reply.stream(body.options))
@@ -163,16 +166,6 @@ class Routes:
             return json_response(await _unless_gone(request, reply.whole()))
         finally:
             self._engine.close(job)
-
-    async def _submit(self, sequences: Sequence[tuple[list[int], SamplingConfig]]) -> Job:
-        try:
-            return await self._engine.submit(sequences, stop_tokens=self._texts.stop_tokens)
-        except BusyError as error:
-            raise APIError(429, str(error), headers={"Retry-After": "1"}) from error
-        except DownError as error:
-            raise APIError(503, str(error)) from error
-        except ValueError as error:
-            raise APIError(400, str(error)) from error
 
     def _tokens(self, prompt: int, asked: int | None, usual: int) -> int:
         """Return the tokens to generate: `asked`, or else `usual`, clamped to the model's context."""
@@ -194,12 +187,6 @@ class Routes:
             repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
             seed=None if body.seed is None else (body.seed + number) % (1 << 63),
         )
-
-    def _check(self) -> None:
-        try:
-            self._engine.check()
-        except DownError as error:
-            raise APIError(503, str(error)) from error
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._served.name:

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from subquad.serving.engine import BusyError, DownError
 from subquad.serving.metrics import Metrics
 from subquad.serving.schemas import explain, shortened
 
@@ -82,12 +83,10 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
 def add_handlers(app: FastAPI) -> None:
     """Answer refusals, routing errors, invalid bodies and internal errors in OpenAI's shape."""
 
-    async def refused(_request: Request, error: Exception) -> Response:
-        assert isinstance(error, APIError)
+    async def refused(_request: Request, error: Any) -> Response:
         return error.response()
 
-    async def routing(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
+    async def routing(request: Request, error: Any) -> Response:
         message = str(error.detail)
         path, headers = shortened(request.url.path), error.headers
         if error.status_code == 404:
@@ -103,15 +102,22 @@ def add_handlers(app: FastAPI) -> None:
             message = "the body is not valid JSON"
         return APIError(error.status_code, message, headers=headers).response()
 
-    async def invalid(_request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
+    async def invalid(_request: Request, error: Any) -> Response:
         message, param = explain(error.errors())
         return APIError(400, message, param=param).response()
 
     async def mistake(_request: Request, _error: Exception) -> Response:
         return APIError(500, "internal server error; see the server's log").response()
 
+    async def busy(_request: Request, error: Exception) -> Response:
+        return APIError(429, str(error), headers={"Retry-After": "1"}).response()
+
+    async def down(_request: Request, error: Exception) -> Response:
+        return APIError(503, str(error)).response()
+
     app.add_exception_handler(APIError, refused)
+    app.add_exception_handler(BusyError, busy)
+    app.add_exception_handler(DownError, down)
     app.add_exception_handler(HTTPException, routing)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(Exception, mistake)

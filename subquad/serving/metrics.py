@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from prometheus_client import (
@@ -38,39 +39,23 @@ class Metrics:
         disable_created_metrics()  # they would add a series with a creation time to each metric
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        build = Gauge("subquad_build_info", "Version of the server.", ["version"], registry=self.registry)
-        build.labels(__version__).set(1)
-        self._requests = self._counter(
-            "subquad_requests", "HTTP requests by route, method and status.", "route", "method", "status"
-        )
-        self._ends = self._counter("subquad_sequences_ended", "Ended sequences by reason.", "reason")
-        self._prompt_tokens = self._counter("subquad_prompt_tokens", "Tokens of accepted prompts.")
-        self._generated_tokens = self._counter("subquad_generated_tokens", "Generated tokens.")
-        self._running = self._gauge("subquad_sequences_running", "Sequences that are being decoded.")
-        self._waiting = self._gauge(
-            "subquad_sequences_waiting", "Sequences that wait for a slot or whose prompt is being read."
-        )
-        self._slots = self._gauge("subquad_slots", "Sequences that can be decoded together.")
-        self._free = self._gauge("subquad_slots_free", "Empty slots.")
-        self._state = self._gauge("subquad_state_bytes", "Bytes of the decoder's state, over all slots.")
-        self._first_token = Histogram(
-            "subquad_time_to_first_token_seconds",
-            "Seconds from a request to its first token.",
-            buckets=FIRST_TOKEN,
-            registry=self.registry,
-        )
-        self._next_token = Histogram(
-            "subquad_time_per_token_seconds",
-            "Seconds from a sequence's token to its next.",
-            buckets=NEXT_TOKEN,
-            registry=self.registry,
-        )
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, registry=self.registry)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, registry=self.registry)
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        gauge("subquad_build_info", "Version of the server.", ["version"]).labels(__version__).set(1)
+        labels = ("route", "method", "status")
+        self._requests = counter("subquad_requests", "HTTP requests by route, method and status.", labels)
+        self._ends = counter("subquad_sequences_ended", "Ended sequences by reason.", ["reason"])
+        self._prompt_tokens = counter("subquad_prompt_tokens", "Tokens of accepted prompts.")
+        self._generated_tokens = counter("subquad_generated_tokens", "Generated tokens.")
+        self._running = gauge("subquad_sequences_running", "Sequences that are being decoded.")
+        waiting = "Sequences that wait for a slot or whose prompt is being read."
+        self._waiting = gauge("subquad_sequences_waiting", waiting)
+        self._slots = gauge("subquad_slots", "Sequences that can be decoded together.")
+        self._free = gauge("subquad_slots_free", "Empty slots.")
+        self._state = gauge("subquad_state_bytes", "Bytes of the decoder's state, over all slots.")
+        first, later = "Seconds from a request to its first token.", "Seconds from a sequence's token to its next."
+        self._first_token = histogram("subquad_time_to_first_token_seconds", first, buckets=FIRST_TOKEN)
+        self._next_token = histogram("subquad_time_per_token_seconds", later, buckets=NEXT_TOKEN)
 
     def count_request(self, route: str, method: str, status: int) -> None:
         """Count an answer; `route` must come from a fixed set."""

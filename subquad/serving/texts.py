@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from subquad.data.tokenizers import encode_prompt, separator_id
-from subquad.generation.stream import TextStream
 from subquad.parsing import read_json_mapping, read_text
 
 PLAIN_STOP = "\nuser:"
@@ -63,10 +62,6 @@ class Texts:
         except Exception as error:  # a template is a program, which may raise anything
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         return str(rendered[0][0]), []
-
-    def stream(self, prompt: Sequence[int], stops: Sequence[str]) -> TextStream:
-        """Return a stream of the text that continues `prompt`, up to a stop string."""
-        return TextStream(self.tokenizer, prompt, stops)
 
 
 def read_template(folder: Path) -> Template | None:

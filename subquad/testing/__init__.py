@@ -40,7 +40,4 @@ __all__ = [
 
 # The only name that imports hypothesis and pytest.
 __getattr__ = facade(__name__, {"AttentionContract": "contract"})
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

@@ -31,7 +31,4 @@ __all__ = [
     "train",
 ]
 __getattr__ = facade(__name__, {"RunResult": "run", "runs": "runs", "train": "run"})
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

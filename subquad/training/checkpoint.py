@@ -6,7 +6,6 @@ SHA-256 of every file. A folder without a valid manifest is never resumed from.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from subquad.config import differences
+from subquad.data import files as disk
 from subquad.parsing import check_keys, read_json
 from subquad.training.errors import CheckpointError, FormatVersionError
 
@@ -66,13 +66,13 @@ def publish(folder: Path, target: Path, *, step: int, settings: Mapping[str, Any
         "step": step,
         "settings": dict(settings),
         "files": {
-            name: {"bytes": path.stat().st_size, "sha256": _sync_and_hash(path)}
+            name: {"bytes": path.stat().st_size, "sha256": disk.sha256_of(path)}
             for name, path in zip(names, files, strict=True)
         },
     }
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
     for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
-        _sync_folder(path)
+        disk.sync(path)
     replace_folder(folder, target)
 
 
@@ -95,19 +95,14 @@ def replace_folder(source: Path, target: Path) -> None:
         shutil.rmtree(trash, ignore_errors=True)
         os.replace(target, trash)
     os.replace(source, target)
-    _sync_folder(target.parent)
+    disk.sync(target.parent)
     shutil.rmtree(trash, ignore_errors=True)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace the file `path` atomically: readers see the whole old file or the whole new one."""
-    draft = path.with_name(f"{path.name}.tmp")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
-    _sync_folder(path.parent)
+    with disk.aside(path) as draft:
+        draft.write_bytes(data)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -148,7 +143,7 @@ def verify(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{folder} lacks the file {name}")
         if path.stat().st_size != entry["bytes"]:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, its manifest says {entry['bytes']}")
-        if _hash(path) != entry["sha256"]:
+        if disk.sha256_of(path) != entry["sha256"]:
             raise CheckpointError(f"{path} does not match its checksum")
     there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     if more := sorted(there - manifest["files"].keys() - {MANIFEST}):
@@ -246,24 +241,3 @@ def _looks_complete(folder: Path) -> bool:
     except CheckpointError:
         return False
     return all((folder / name).is_file() and (folder / name).stat().st_size == files[name]["bytes"] for name in files)
-
-
-def _sync_and_hash(path: Path) -> str:
-    with path.open("r+b") as file:
-        os.fsync(file.fileno())
-    return _hash(path)
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_folder(path: Path) -> None:
-    if os.name == "nt":
-        return  # Windows can't sync a folder, but journals renames
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

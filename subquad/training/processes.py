@@ -43,13 +43,12 @@ FOREIGN = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallel.context and parallel.shard set how processes work together",
     "ACCELERATE_USE_CPU": "run.device=cpu trains on the CPU",
     "ACCELERATE_DOWNCAST_BF16": "run.precision chooses the precision",
-}
-"""Environment switches of Accelerate's launcher that subquad doesn't follow, and the setting to use instead."""
-CHOICES = {
     "ACCELERATE_MIXED_PRECISION": "run.precision chooses the precision",
     "ACCELERATE_DYNAMO_BACKEND": "training is not compiled",
 }
-"""The same for variables whose value is `no` by default."""
+"""Settings of Accelerate's launcher that subquad doesn't follow, and what to use instead."""
+OFF = ("", "0", "false", "no", "off")
+"""Values of these variables that ask for nothing."""
 
 _heart: Heartbeat | None = None
 
@@ -133,8 +132,7 @@ class Processes:
         distributed.broadcast_object_list(said, src=0)
         if said[1] is not None:
             raise said[1]
-        result: Result = said[0]
-        return result
+        return said[0]
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -172,12 +170,9 @@ class Processes:
 def check_parallel(config: TrainConfig) -> None:
     """Raise `ValueError` for settings that don't fit the processes, their environment or the model."""
     for name, instead in FOREIGN.items():
-        if os.environ.get(name, "false").lower() in ("true", "1", "yes", "on"):
-            raise ValueError(f"subquad train ignores {name}, which is set: unset it; {instead}")
-    for name, instead in CHOICES.items():
-        choice = os.environ.get(name, "no")
-        if choice.lower() != "no":
-            raise ValueError(f"subquad train ignores {name}, which is {choice}: unset it; {instead}")
+        value = os.environ.get(name, "")
+        if value.lower() not in OFF:
+            raise ValueError(f"subquad train ignores {name}, which is {value}: unset it; {instead}")
     world, context = world_size(), config.parallel.context
     if world % context:
         raise ValueError(

@@ -41,7 +41,7 @@ class RunOrder(Sampler[int]):
         while left > 0:
             for index in epoch_order(self.windows // self.together, self.seed, epoch):
                 for part in range(min(left, self.together)):
-                    yield int(index) * self.together + part
+                    yield index * self.together + part
                 left -= min(left, self.together)
                 if left == 0:
                     return

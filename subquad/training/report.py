@@ -8,13 +8,14 @@ import lzma
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.table import Table
 
+from subquad.config import Record
+from subquad.inference import inference
 from subquad.models import Decoder
 from subquad.training.checkpoint import write_atomically
 
@@ -34,7 +35,7 @@ class StateSize:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Record):
     """Results of a finished run."""
 
     bits_per_byte: float
@@ -55,10 +56,6 @@ class Report:
     """State sizes of one sequence, up to the model's last position."""
     skipped: int = 0
     """Steps skipped because of a non-finite loss or gradient (`run.nonfinite=skip`)."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
 
     def table(self) -> Table:
         """Return a table for the terminal."""
@@ -106,7 +103,7 @@ def measure(
         steps=steps,
         train_tokens_per_second=train_tokens_per_second,
         decode_tokens_per_second=decode_speed(decoder, held_out_tokens),
-        states=tuple(state_sizes(decoder, held_out_tokens)),
+        states=tuple(state_sizes(decoder, held_out_tokens, STATE_AFTER)),
         skipped=skipped,
     )
 
@@ -116,9 +113,8 @@ def write_report(report: Report, folder: str | Path) -> None:
     write_atomically(Path(folder) / "report.json", (json.dumps(report.to_dict(), indent=2) + "\n").encode())
 
 
-@torch.no_grad()
 def state_sizes(
-    decoder: Decoder, tokens: Sequence[int], after: Sequence[int] = STATE_AFTER, chunk: int = READ_CHUNK
+    decoder: Decoder, tokens: Sequence[int], after: Sequence[int], chunk: int = READ_CHUNK
 ) -> list[StateSize]:
     """Return the state size of one sequence at each token count in `after`.
 
@@ -130,8 +126,6 @@ def state_sizes(
         after = [count for count in after if count <= decoder.most_tokens]
     device = next(decoder.parameters()).device
     text = torch.as_tensor([int(token) for token in tokens[: max(after, default=0)]], device=device)
-    training = decoder.training
-    decoder.eval()
     sizes: list[StateSize] = []
     state, read = None, 0
     for count in sorted(after):
@@ -140,17 +134,16 @@ def state_sizes(
             growth = decoder.state_bytes(count) - decoder.state_bytes(first.tokens)
             sizes.append(StateSize(count, first.bytes + growth, measured=False))
             continue
-        while read < count:
-            places = torch.arange(read, min(read + chunk, count), device=device) % len(text)
-            _, state = decoder.hidden(text[places][None], state)
-            read += len(places)
+        with inference(decoder):
+            while read < count:
+                places = torch.arange(read, min(read + chunk, count), device=device) % len(text)
+                _, state = decoder.hidden(text[places][None], state)
+                read += len(places)
         if state is not None:
             sizes.append(StateSize(count, state.nbytes, measured=True))
-    decoder.train(training)
     return sizes
 
 
-@torch.no_grad()
 def decode_speed(decoder: Decoder, prompt: Sequence[int], tokens: int = 128) -> float:
     """Return tokens per second of greedy decoding of one sequence after a prompt of up to 64 tokens.
 
@@ -165,14 +158,11 @@ def decode_speed(decoder: Decoder, prompt: Sequence[int], tokens: int = 128) -> 
     if most is not None:
         prompt, tokens = prompt[:1], min(tokens, most - 1)
     device = next(decoder.parameters()).device
-    training = decoder.training
-    decoder.eval()
-    logits_BTV, state = decoder(torch.as_tensor([[int(token) for token in prompt]], device=device))
-    begin = time.perf_counter()
-    for _ in range(tokens):
-        token_BT = logits_BTV[:, -1:].argmax(-1)
-        logits_BTV, state = decoder(token_BT, state)
-    token_BT.tolist()  # waits for a GPU
-    seconds = time.perf_counter() - begin
-    decoder.train(training)
-    return tokens / seconds
+    with inference(decoder):
+        logits_BTV, state = decoder(torch.as_tensor([[int(token) for token in prompt]], device=device))
+        begin = time.perf_counter()
+        for _ in range(tokens):
+            token_BT = logits_BTV[:, -1:].argmax(-1)
+            logits_BTV, state = decoder(token_BT, state)
+        token_BT.tolist()  # waits for a GPU
+        return tokens / (time.perf_counter() - begin)

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -192,11 +190,6 @@ def chosen(images: ImageSet, wanted: int | None) -> ImageSet:
     index = np.arange(count) * size // count
     labels = None if images.labels is None else images.labels[index]
     return ImageSet(images.pixels[index], labels, images.classes)
-
-
-def flat(images: ImageSet) -> Tensor:
-    """Return the bytes of each image as a sequence, `[N, T]`."""
-    return torch.from_numpy(images.pixels.reshape(len(images.pixels), -1))
 
 
 def is_classifier(folder: str | Path) -> bool:

@@ -121,7 +121,7 @@ class Checkpoints:
                 self.write_weights(folder, weights)
             self.write_optimizer(folder)
             with together():
-                self.write_random_numbers(folder)
+                save_rng(rng_file(folder, self.processes.rank))
                 if first:
                     standing.write(folder)
             with together():
@@ -224,10 +224,6 @@ class Checkpoints:
     def load_optimizer(self, file: Path) -> None:
         """Load optimizer states that were saved whole."""
         self.optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-
-    def write_random_numbers(self, folder: Path) -> None:
-        """Write the random generators of this process."""
-        save_rng(rng_file(folder, self.processes.rank))
 
 
 class ShardedCheckpoints(Checkpoints):

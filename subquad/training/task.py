@@ -111,8 +111,7 @@ class Task:
 
     def loss(self, model: Any, batch: Batch, labels: Tensor | None) -> Tensor:
         """Return the loss of a training batch: the mean, or the sum divided by `labels` if given."""
-        loss: Tensor = model(**batch).loss
-        return loss
+        return model(**batch).loss
 
     def held_out_size(self, size: int) -> int:
         """Return the batch size of evaluations, given the training batch `size`."""

@@ -116,8 +116,7 @@ class ClassifyTask(_LabelledTask):
         """Return the activation bytes of an example of `length` tokens."""
         with torch.device("meta"):
             model = Classifier(config.encoder(2))
-        kept: int = model.cost(length).activation_bytes
-        return kept
+        return model.cost(length).activation_bytes
 
 
 class Unlabelled(Dataset[Batch]):

@@ -28,7 +28,7 @@ class PixelItems(Dataset[dict[str, Tensor]]):
     """Images as `{"input_ids": [T], "labels": [T]}`, with bytes row by row."""
 
     def __init__(self, images: ImageSet) -> None:
-        self.pixels_NT = torch.from_numpy(images.pixels.reshape(len(images.pixels), -1))
+        self.pixels_NT = images.flat
 
     def __len__(self) -> int:
         return len(self.pixels_NT)

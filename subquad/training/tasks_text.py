@@ -115,8 +115,7 @@ class LanguageTask(Task):
     def loss(self, model: Any, batch: Batch, labels: Tensor | None) -> Tensor:
         """Return the mean loss, or the sum over the batch divided by the step's `labels`."""
         named = {} if labels is None else {"num_items_in_batch": labels}
-        loss: Tensor = model(**batch, **named).loss
-        return loss
+        return model(**batch, **named).loss
 
     def held_out_size(self, size: int) -> int:
         """Return 1 for packed documents, because a batch's mean loss would depend on how windows are grouped."""
@@ -131,8 +130,7 @@ class LanguageTask(Task):
         """Return the activation bytes of a window of `length` tokens."""
         with torch.device("meta"):
             model: Any = build_model(config.model)
-        kept: int = model.cost(length).activation_bytes
-        return kept
+        return model.cost(length).activation_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

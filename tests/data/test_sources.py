@@ -187,7 +187,7 @@ def test_each_part_has_a_document(keys, fraction):
 
 
 @settings(max_examples=50)
-@given(st.text(min_size=4), st.floats(0.01, 0.99))
+@given(st.text("a é€\U0001f389", min_size=4), st.floats(0.01, 0.99))
 def test_a_cut_holds_out_the_end_and_splits_no_character(text, fraction):
     data = text.encode()
     try:

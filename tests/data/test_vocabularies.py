@@ -20,6 +20,13 @@ from tests.models.small import assert_refused
 SOURCE = Path(textwrap.__file__).read_text(encoding="utf-8")
 
 
+def test_the_same_texts_give_the_same_tokenizers():
+    for name in TRAINED:
+        hashes = {tokenizer_hash(make_tokenizer(name, [SOURCE], 400)) for _ in range(2)}
+        assert len(hashes) == 1, name
+
+
+@pytest.mark.slow
 def test_the_same_texts_give_the_same_tokenizers_in_another_process():
     code = (
         "from subquad.data.tokenizers import tokenizer_hash\n"

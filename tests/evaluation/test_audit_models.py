@@ -61,7 +61,13 @@ def judged(report):
     assert report.check("causality").worst == 0
 
 
-@pytest.mark.parametrize("name", MECHANISMS)
+OF_EACH_KIND = ("full", "latte", "linear", "llp", "luna", "delta_net")
+"""Mechanisms with each kind of state. The contract holds all of them to stricter laws than an audit's checks."""
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name in OF_EACH_KIND else [pytest.mark.slow]) for name in MECHANISMS
+])  # fmt: skip
 def test_every_mechanism_passes_every_check(name):
     # Luna hands a memory from one layer to the next.
     report = audit(ours(name, num_layers=2 if name == "luna" else 1), **QUICK)
@@ -95,12 +101,14 @@ def wrapped(decoder):
     return model
 
 
-@pytest.mark.parametrize("make", [lambda: ours("llp"), lambda: perceiver(history_tokens=2)])
+@pytest.mark.parametrize("make", [
+    lambda: ours("llp"), pytest.param(lambda: perceiver(history_tokens=2), marks=pytest.mark.slow)
+])  # fmt: skip
 def test_our_models_in_transformers_pass_too(make):
     judged(audit(wrapped(make()), **QUICK))
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "Qwen3"])
+@pytest.mark.parametrize("name", ["Llama", "GPT2", pytest.param("Qwen3", marks=pytest.mark.slow)])
 def test_models_of_transformers_pass(name):
     report = audit(tiny(name), tokens=20, contexts=[8, 24], repeats=1, long=64)
     assert report.passed, str(report)
@@ -146,7 +154,7 @@ def test_what_a_model_of_transformers_can_not_do_is_said():
 
 
 @pytest.mark.parametrize(("model", "tokens", "length"), [
-    (lambda: tiny("GPT2"), 70, 64),
+    (lambda: tiny("GPT2", **SHORT), 17, 16),
     (lambda: ours("learned", num_layers=1, max_positions=24), 40, 24),
     (lambda: wrapped(ours("learned", num_layers=1, max_positions=24)), 40, 24),
     (lambda: tiny("Llama", **SHORT), 17, 16),
@@ -161,7 +169,7 @@ def test_a_longer_sequence_than_the_positions_is_not_tried(model, tokens, length
     assert report.check("lengths").detail.endswith(end) == (tokens > length)
 
 
-@pytest.mark.parametrize("factor", [2.0, 4.0])
+@pytest.mark.parametrize("factor", [2.0, pytest.param(4.0, marks=pytest.mark.slow)])
 def test_dynamic_positions_are_tried_above_their_own_length(factor):
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": factor}
     report = audit(tiny("Llama", **SHORT, rope_parameters=rope), **QUICK | {"tokens": 20})

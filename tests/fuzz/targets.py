@@ -526,7 +526,7 @@ def place_adapter(folder):
 @target(make_adapter, files="adapter/*", seal=place_adapter, quick=5, raises=TYPES)
 def adapter(folder):
     for found in adapters([str(folder)]):
-        assert found.record()["rank"] == found.rank
+        assert found.to_dict()["rank"] == found.rank
         found.short.encode()
     load_run(folder / "adapter", "cpu")
 

@@ -18,6 +18,11 @@ PROMPT = numbers(11)
 FEW = ["full", "latte", "llp", "perceiver_ar self exact"]
 READ_ANEW = [name for name in EVERY if name not in REFILL]
 SAVED = [*FEW, "bigbird", "luna", "performer", "shifted", "perceiver_ar self refill", "hybrid", "learned"]
+JOINED = [
+    *SAVED, "delta_net", "longformer", "mamba2", "strided", "sinks",
+    *(f"perceiver_ar {history} exact" for history in ("cross", "segments", "compressed")),
+]  # fmt: skip
+"""States of each kind; the others join the same slots in `make test-long`."""
 LATER = ("first_keys", "first_values", "global_keys", "global_values")
 """Entries that a batch keeps until no later token needs them."""
 
@@ -103,7 +108,7 @@ def joined(model, asked):
     return decoder, running
 
 
-@every()
+@every(JOINED)
 def test_sequences_join_and_leave_a_batch_as_if_alone(name):
     model, asked = make(name), ((1, 2), (9, 3), (4, 4))
     decoder, running = joined(model, asked)

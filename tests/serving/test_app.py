@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from subquad.data import load_tokenizer
-from subquad.generation import BatchDecoder, Generation, SamplingConfig
+from subquad.generation import BatchDecoder, Generation, SamplingConfig, TextStream
 from subquad.serving import ServeConfig
 from subquad.serving.engine import Event
 from subquad.serving.replies import Choice
@@ -183,7 +183,7 @@ def test_a_stop_token_ends_a_text_and_is_not_shown():
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.Fuse()
     assert Texts(tokenizer, Template("", {"eos_token": "b"})).stop_tokens == {1, 2}
     assert Texts(tokenizer).stop_tokens == {2}
-    choice = Choice(0, Texts(tokenizer).stream([0], []))
+    choice = Choice(0, TextStream(tokenizer, [0]))
     assert [choice.take(event) for event in (Event(0, 1, 10, 1.0), Event(0, 2, 10, 2.0, "stop"))] == ["b", ""]
     assert (choice.finish, choice.stats()["ended_by"]) == ("stop", "stop_token")
 

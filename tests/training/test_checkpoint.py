@@ -99,7 +99,7 @@ def test_every_file_is_synced_before_the_rename(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda *names: note(f"rename to {Path(names[1]).name}", replace, *names))
     make(tmp_path, 1)
     rename = events.index("rename to checkpoint-1")
-    assert {*FILES, "0.bin", "shards", ".saving-checkpoint-1", "manifest.json.tmp"} <= set(events[:rename])
+    assert {*FILES, "0.bin", "shards", ".saving-checkpoint-1", "manifest.json"} <= set(events[:rename])
     assert tmp_path.name in events[rename:]
 
 

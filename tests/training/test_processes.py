@@ -22,7 +22,7 @@ STACK = {"parallel": {"context": 2}, "model": {"attention": "perceiver_ar"}}
 
 
 @pytest.mark.parametrize(("name", "value", "config", "message"), [
-    *((name, "true", {}, f"subquad train ignores {name}, which is set: unset it") for name in sorted(FOREIGN)),
+    *((name, "true", {}, f"subquad train ignores {name}, which is true: unset it") for name in sorted(FOREIGN)),
     ("ACCELERATE_MIXED_PRECISION", "fp16", {}, r"which is fp16: unset it; run\.precision chooses the precision"),
     ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", {}, "which is INDUCTOR: unset it; training is not compiled"),
     ("WORLD_SIZE", "6", CONTEXT_4, r"parallel\.context=4 must divide the number of processes, got 6"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from subquad.data import TokenSet, order, windows_of
-from subquad.data.order import EpochOrder
+from subquad.data.order import epoch_order
 from subquad.training import train
 from subquad.training.errors import ReadError
 from subquad.training.reading import DealtBatches, HeldOutBatches, NumberedWindows, RunOrder, naming
@@ -62,7 +62,7 @@ def test_a_run_resumed_by_other_processes_sees_the_next_windows_of_one_order(win
 
 def test_a_run_is_its_epochs_and_a_longer_run_begins_with_a_shorter_one(monkeypatch):
     whole = list(RunOrder(5, 3, 12))
-    assert whole == [*EpochOrder(5, 3, 0), *EpochOrder(5, 3, 1), *list(EpochOrder(5, 3, 2))[:2]]
+    assert whole == [*epoch_order(5, 3, 0), *epoch_order(5, 3, 1), *list(epoch_order(5, 3, 2))[:2]]
     assert sorted(whole[:5]) == sorted(whole[5:10]) == list(range(5))
     assert whole[:5] != whole[5:10]
     assert len(RunOrder(5, 3, 12)) == len(whole) == 12

@@ -63,7 +63,7 @@ def test_the_state_and_speed_of_perceiver_ar_follow_how_it_decodes(decode, laten
 
 
 def test_the_report_compares_with_the_compressors(tmp_path, monkeypatch):
-    monkeypatch.setattr("subquad.training.report.state_sizes", lambda *args: state_sizes(*args, after=(10, 20)))
+    monkeypatch.setattr("subquad.training.report.STATE_AFTER", (10, 20))
     text = b"".join(b"def function_%d(a):\n    return a\n" % number for number in range(300))
     given = {"bits_per_byte": 1.25, "files_hash": "abc", "steps": 7, "train_tokens_per_second": 123.0, "skipped": 2}
     report = measure(make("window"), text, TOKENS, **given)

@@ -15,7 +15,7 @@ from subquad.evaluation import evaluate_images
 from subquad.testing import assert_in_budget
 from subquad.training import TrainConfig, train
 from subquad.training.errors import CheckpointError
-from subquad.training.runs import chosen, flat, load_image_run
+from subquad.training.runs import chosen, load_image_run
 from subquad.training.tasks import check, prepare_task
 from tests.data.pictures import write_idx, write_png
 from tests.training.helpers import failed, read_json, records, train_by_command
@@ -61,7 +61,7 @@ def test_a_run_keeps_all_that_it_measured(trained, data):
     for line in evaluated:
         assert line["eval_bits_per_dim"] == line["eval_loss"] / math.log(2)
     # The mean over images, though the last batch of the five is smaller.
-    model, pixels = load_image_run(trained).model, flat(chosen(load_images(str(data))["test"], 5))
+    model, pixels = load_image_run(trained).model, chosen(load_images(str(data))["test"], 5).flat
     plain, exact = (torch.tensor(evaluate_images(m, pixels).bits_per_dim) for m in (model, deepcopy(model).double()))
     assert_in_budget(torch.tensor(evaluated[-1]["eval_bits_per_dim"]), plain, exact, torch.float32)
     report, evaluation = (read_json(trained / f"{name}.json") for name in ("report", "evaluation"))

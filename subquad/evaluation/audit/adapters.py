@@ -143,18 +143,6 @@ class DecoderAdapter(Adapter):
         """Return the reason of a stack that by design decodes differently from a full pass."""
         return self.decoder.inexact_decoding
 
-    def no_padding(self, model: nn.Module) -> str | None:
-        """Return None: decoders always take a mask."""
-        return None
-
-    def passed(self, model: nn.Module) -> tuple[str, ...]:
-        """Return the name of the mask."""
-        return ("mask",)
-
-    def full(self, model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
-        """Read whole sequences without a state."""
-        return logits_of(model(tokens_BT, mask=mask_BT))
-
     def step(
         self, model: nn.Module, tokens_BT: Tensor, cache: Any | None, mask_BS: Tensor | None = None
     ) -> tuple[Tensor, Any]:

@@ -351,8 +351,5 @@ def largest_tensor(f: Callable[[], object], device: torch.device) -> int:
 
 
 def _bytes(number: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.4g} {unit}"
-        number /= 1024
-    return f"{number:.4g} GiB"
+    power = min(3, int(math.log(max(1, number), 1024)))
+    return f"{number / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
