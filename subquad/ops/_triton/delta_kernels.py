@@ -1,0 +1,222 @@
+"""Kernels of the delta scan: each chunk's triangle, and the walks over the chunks, forward and backward.
+
+    e_t = v_t - k_t (f_t * S_{t-1}),    u_t = b_t e_t,    S_t = f_t * S_{t-1} + k_t (x) u_t,    o_t = q_t S_t
+
+This is the gated scan of the values u, whose kernels compute outputs and gradients once u is known. In a chunk that
+begins with the state S, with G the sums of log f and A the scores of the keys with themselves, below the diagonal:
+
+    x = v - (k exp(G)) S,    (I + A diag(b)) e = x,    so    e = x - X (b x)    with    X = (I + A diag(b))^-1 A
+
+X depends on no state: a first kernel computes it for all chunks in parallel, and the walk, the only sequential part,
+multiplies. X is bounded where the scan is (an entry is how much of one key the tokens between leave in another), and
+it comes from substitution, never from powers of A, which are not bounded. Backward, with R the gradient of the state
+after a chunk and du that of u, the same X serves transposed:
+
+    g = (I + diag(b) A)^-T du = du - X^T (b du),    dv = b g,    db = g . e
+
+If `b |k|^2` exceeds 2 numbers may overflow. A lower triangle's product leaves out the right side's rows from the first
+on that is not finite, and its own are NaN from there: zero times infinity would reach earlier rows.
+
+Shape letters as in `scan_kernels`; N blocks of R = 16 rows. beta and its gradient are contiguous `[B, H, T]`, X
+`[B, H, chunks, C, C]`, e, u and their gradients `[B, T, H, V]`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from subquad.ops._triton.scan_kernels import (
+    LENGTHS,
+    carried,
+    decayed,
+    decays,
+    levels,
+    lower_product,
+    of_head,
+    operand,
+    product,
+    read,
+    read_decay,
+    real_rows,
+    scores_and_sums,
+    write,
+)
+
+
+@triton.jit
+def triangle(A_CC, b_C, row_C):
+    """Return `X = (I + A diag(b))^-1 A` in float32, for A zero on and above the diagonal.
+
+    Row by row within blocks of 16 rows, all blocks at once; then the blocks of two halves are joined, level by level:
+    with P the part of A between the halves, theirs of X is `(I - X diag(b)) P (I - diag(b) X)`.
+    """
+    C: tl.constexpr = row_C.shape[0]
+    N: tl.constexpr = C // 16
+    n_N, row_R = tl.arange(0, N), tl.arange(0, 16)
+    own_N1N1 = n_N[:, None, None, None] == n_N[None, None, :, None]
+    A_NRR = tl.sum(tl.where(own_N1N1, tl.reshape(A_CC, [N, 16, N, 16]), 0.0), 2)
+    b_NR = tl.reshape(b_C, [N, 16])
+    X_NRR = tl.zeros_like(A_NRR)
+    for r in range(1, 16):
+        this_1R1 = (row_R == r)[None, :, None]
+        a_NR = tl.sum(tl.where(this_1R1, A_NRR, 0.0), 1) * b_NR
+        X_NRR = tl.where(this_1R1, A_NRR - tl.sum(a_NR[:, :, None] * X_NRR, 1)[:, None, :], X_NRR)
+    X_CC = tl.reshape(tl.where(own_N1N1, X_NRR[:, :, None, :], 0.0), [C, C])
+    for level in tl.static_range(4, levels(C)):
+        half_C, block_C = row_C >> level, row_C >> (level + 1)
+        pairs_CC = (block_C[:, None] == block_C[None, :]) & (half_C[:, None] > half_C[None, :])
+        P_CC = tl.where(pairs_CC, A_CC, 0.0)
+        P_CC -= lower_product(P_CC, b_C[:, None] * X_CC, row_C, "ieee")
+        X_CC += P_CC - lower_product(X_CC, b_C[:, None] * P_CC, row_C, "ieee")
+    return X_CC
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def triangle_kernel(
+    k, log_f, beta, mask, X, H, T,
+    k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_t: tl.int64,
+    log_f_stride_b: tl.int64, log_f_stride_h: tl.int64, log_f_stride_t: tl.int64,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Compute X of one chunk."""
+    chunks = tl.cdiv(T, C)
+    at, n, start = tl.program_id(0).to(tl.int64), tl.program_id(0) // chunks, tl.program_id(0) % chunks * C
+    row_C = tl.arange(0, C)
+    real_C = real_rows(mask, n, H, T, start, row_C)
+    k = of_head(k, n // SHARE, H // SHARE, k_stride_b, k_stride_h, ALIGNED) + start * k_stride_t
+    if DECAY != "none":
+        log_f = of_head(log_f, n, H, log_f_stride_b, log_f_stride_h, ALIGNED and DECAY == "channel")
+        log_f += start * log_f_stride_t
+    scores_CC, _, _ = scores_and_sums(
+        *(k, k_stride_t, k, k_stride_t, log_f, log_f_stride_t, None, None),
+        *(row_C, real_C, tl.arange(0, 16), K, V, DECAY, False, False, BLOCK_K, PRECISION),
+    )
+    A_CC = tl.where(row_C[None, :] < row_C[:, None], scores_CC, 0.0)
+    b_C = tl.load(beta + n.to(tl.int64) * T + start + row_C, mask=real_C, other=0.0)
+    entry_CC = at * C * C + row_C[:, None] * C + row_C[None, :]
+    tl.store(X + entry_CC, operand(triangle(A_CC, b_C, row_C), PRECISION))
+
+
+@triton.jit
+def read_triangle(X, at, row_C):
+    """Load X of chunk `at`, `[C, C]`, as products take it."""
+    C: tl.constexpr = row_C.shape[0]
+    return tl.load(X + at * C * C + row_C[:, None] * C + row_C[None, :]).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def walk_kernel(
+    k, v, log_f, beta, mask, X, first, states, e, u, last, H, T,
+    k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_t: tl.int64,
+    v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_t: tl.int64,
+    log_f_stride_b: tl.int64, log_f_stride_h: tl.int64, log_f_stride_t: tl.int64,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Walk over the chunks from `first` to `last`: store S before each chunk, u and, if asked for, e.
+
+    A program owns all key channels, which x sums over, and BLOCK_V value channels of the state for the whole walk.
+    """
+    V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    v_tile, n = tl.program_id(0) % V_TILES, tl.program_id(0) // V_TILES
+    k_K, v_V, row_C = tl.arange(0, BLOCK_K), v_tile * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, C)
+    inside_KV = (k_K < K)[:, None] & (v_V < V)[None, :]
+    entry_KV = k_K[:, None] * V + v_V[None, :]
+    k = of_head(k, n // SHARE, H // SHARE, k_stride_b, k_stride_h, ALIGNED)
+    v = of_head(v, n, H, v_stride_b, v_stride_h, ALIGNED)
+    if DECAY != "none":
+        log_f = of_head(log_f, n, H, log_f_stride_b, log_f_stride_h, ALIGNED and DECAY == "channel")
+    state_KV = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if first is not None:
+        state_KV += tl.load(first + n.to(tl.int64) * K * V + entry_KV, mask=inside_KV, other=0.0)
+
+    chunks = tl.cdiv(T, C)
+    for chunk in range(chunks):
+        start = chunk * C
+        at = n.to(tl.int64) * chunks + chunk
+        tl.store(states + at * K * V + entry_KV, operand(state_KV, PRECISION), mask=inside_KV)
+        exists_C, real_C = row_C < T - start, real_rows(mask, n, H, T, start, row_C)
+        k_CK = read(k + start * k_stride_t, row_C, k_stride_t, k_K, real_C, K)
+        b_C = tl.load(beta + n.to(tl.int64) * T + start + row_C, mask=real_C, other=0.0)
+        if DECAY == "none":
+            rows_CK, columns_CK = k_CK, k_CK
+        else:
+            g = read_decay(log_f + start * log_f_stride_t, row_C, log_f_stride_t, k_K, real_C, K, DECAY)
+            to_row, to_end, whole = decays(g, row_C, DECAY, PRECISION)
+            rows_CK, columns_CK = decayed(k_CK, to_row, DECAY), decayed(k_CK, to_end, DECAY)
+        x_CV = read(v + start * v_stride_t, row_C, v_stride_t, v_V, real_C, V).to(tl.float32)
+        x_CV -= product(rows_CK, state_KV, PRECISION)
+        e_CV = x_CV - lower_product(read_triangle(X, at, row_C), b_C[:, None] * x_CV, row_C, PRECISION)
+        u_CV = b_C[:, None] * e_CV
+        first_row = ((n // H).to(tl.int64) * T + start) * H + n % H
+        write(u + first_row * V, u_CV, row_C, H * V, v_V, exists_C, V)
+        if e is not None:
+            write(e + first_row * V, e_CV, row_C, H * V, v_V, exists_C, V)
+        if DECAY != "none":
+            state_KV = carried(state_KV, whole, DECAY)
+        state_KV += product(tl.trans(columns_CK), u_CV, PRECISION)
+    tl.store(last + n.to(tl.int64) * K * V + entry_KV, state_KV, mask=inside_KV)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def walk_back_kernel(
+    q, k, grad, log_f, beta, mask, X, e, du, dlast, ends, u, dv, dbeta, dfirst, H, T,
+    q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_t: tl.int64,
+    k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_t: tl.int64,
+    grad_stride_b: tl.int64, grad_stride_h: tl.int64, grad_stride_t: tl.int64,
+    log_f_stride_b: tl.int64, log_f_stride_h: tl.int64, log_f_stride_t: tl.int64,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Walk back over the chunks: store R after each chunk, dv, and u again; each tile stores its part of dbeta.
+
+    `du` holds the part of u's gradient from inside the chunk.
+    """
+    V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    v_tile, n = tl.program_id(0) % V_TILES, tl.program_id(0) // V_TILES
+    k_K, v_V, row_C = tl.arange(0, BLOCK_K), v_tile * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, C)
+    inside_KV = (k_K < K)[:, None] & (v_V < V)[None, :]
+    entry_KV = k_K[:, None] * V + v_V[None, :]
+    q = of_head(q, n // SHARE, H // SHARE, q_stride_b, q_stride_h, ALIGNED)
+    k = of_head(k, n // SHARE, H // SHARE, k_stride_b, k_stride_h, ALIGNED)
+    grad = of_head(grad, n, H, grad_stride_b, grad_stride_h, ALIGNED)
+    if DECAY != "none":
+        log_f = of_head(log_f, n, H, log_f_stride_b, log_f_stride_h, ALIGNED and DECAY == "channel")
+    dbeta += v_tile.to(tl.int64) * (tl.num_programs(0) // V_TILES) * T
+    R_KV = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if dlast is not None:
+        R_KV += tl.load(dlast + n.to(tl.int64) * K * V + entry_KV, mask=inside_KV, other=0.0)
+
+    chunks = tl.cdiv(T, C)
+    for step in range(chunks):
+        chunk = chunks - 1 - step
+        start = chunk * C
+        at = n.to(tl.int64) * chunks + chunk
+        tl.store(ends + at * K * V + entry_KV, operand(R_KV, PRECISION), mask=inside_KV)
+        exists_C, real_C = row_C < T - start, real_rows(mask, n, H, T, start, row_C)
+        k_CK = read(k + start * k_stride_t, row_C, k_stride_t, k_K, real_C, K)
+        q_CK = read(q + start * q_stride_t, row_C, q_stride_t, k_K, real_C, K)
+        do_CV = read(grad + start * grad_stride_t, row_C, grad_stride_t, v_V, real_C, V)
+        at_C = n.to(tl.int64) * T + start + row_C
+        b_C1 = tl.load(beta + at_C, mask=real_C, other=0.0)[:, None]
+        if DECAY == "none":
+            rows_CK, columns_CK = k_CK, k_CK
+        else:
+            g = read_decay(log_f + start * log_f_stride_t, row_C, log_f_stride_t, k_K, real_C, K, DECAY)
+            to_row, to_end, whole = decays(g, row_C, DECAY, PRECISION)
+            rows_CK, columns_CK = decayed(k_CK, to_row, DECAY), decayed(k_CK, to_end, DECAY)
+            q_CK = decayed(q_CK, to_row, DECAY)
+        first_row = ((n // H).to(tl.int64) * T + start) * H + n % H
+        e_CV = read(e + first_row * V, row_C, H * V, v_V, real_C, V).to(tl.float32)
+        du_CV = read(du + first_row * V, row_C, H * V, v_V, real_C, V).to(tl.float32)
+        du_CV += product(columns_CK, R_KV, PRECISION)
+        g_CV = du_CV - product(tl.trans(read_triangle(X, at, row_C)), b_C1 * du_CV, PRECISION)
+        tl.store(dbeta + at_C, tl.sum(g_CV * e_CV, 1), mask=exists_C)
+        write(dv + first_row * V, b_C1 * g_CV, row_C, H * V, v_V, exists_C, V)
+        write(u + first_row * V, b_C1 * e_CV, row_C, H * V, v_V, exists_C, V)
+        if DECAY != "none":
+            R_KV = carried(R_KV, whole, DECAY)
+        R_KV += product(tl.trans(q_CK), do_CV, PRECISION) - product(tl.trans(rows_CK), b_C1 * g_CV, PRECISION)
+    tl.store(dfirst + n.to(tl.int64) * K * V + entry_KV, R_KV, mask=inside_KV)
