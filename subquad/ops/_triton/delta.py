@@ -42,7 +42,7 @@ class DeltaInputs(Inputs):
     def walk(self, *others: Tensor) -> dict[str, Any]:
         """Return the constants of the kernels that walk over the chunks."""
         values = self.delta_constants(*others)
-        return values | {"BLOCK_K": common.tile(self.K), "BLOCK_V": self.block_v, "num_warps": 4, "num_stages": 1}
+        return values | {"BLOCK_K": common.tile(self.K), "BLOCK_V": self.block_v, "num_warps": 8 if self.K > 128 else 4, "num_stages": 1}
 
     def delta_constants(self, *others: Tensor) -> dict[str, Any]:
         """Return the constants of a delta scan's kernels."""

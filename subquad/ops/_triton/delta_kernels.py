@@ -30,7 +30,6 @@ from subquad.ops._triton.scan_kernels import (
     LENGTHS,
     carried,
     decayed,
-    decays,
     levels,
     lower_product,
     of_head,
@@ -45,16 +44,40 @@ from subquad.ops._triton.scan_kernels import (
 
 
 @triton.jit
-def triangle(A_CC, b_C, row_C):
+def joined(X_NRR, A_CC, b_C):
+    """Return X of blocks of 2R rows from those of R rows, `[N / 2, 2R, 2R]`.
+
+    With P the block of A below the diagonal, the one of X is `(I - X_second diag(b)) P (I - diag(b) X_first)`.
+    """
+    R: tl.constexpr = X_NRR.shape[1]
+    M: tl.constexpr = X_NRR.shape[0] // 2
+    m_M, half_2, row_R = tl.arange(0, M), tl.arange(0, 2), tl.arange(0, R)
+    first_2 = half_2 == 0
+    X_M2RR, b_M2R = tl.reshape(X_NRR, [M, 2, R, R]), tl.reshape(b_C, [M, 2, R])
+    first_MRR = tl.sum(tl.where(first_2[None, :, None, None], X_M2RR, 0.0), 1)
+    second_MRR = tl.sum(tl.where(first_2[None, :, None, None], 0.0, X_M2RR), 1)
+    b_first_MR = tl.sum(tl.where(first_2[None, :, None], b_M2R, 0.0), 1)
+    below_M2RM2R = (m_M[:, None] == m_M[None, :])[:, None, None, :, None, None]
+    below_M2RM2R = below_M2RM2R & (half_2[:, None] > half_2[None, :])[None, :, None, None, :, None]
+    P_MRR = tl.where(below_M2RM2R, tl.reshape(A_CC, [M, 2, R, M, 2, R]), 0.0)
+    P_MRR = tl.sum(tl.sum(tl.sum(P_MRR, 4), 3), 1)
+    P_MRR -= product(P_MRR, b_first_MR[:, :, None] * first_MRR, "ieee")
+    b_second_MR = tl.sum(tl.where(first_2[None, :, None], 0.0, b_M2R), 1)
+    P_MRR -= lower_product(second_MRR, b_second_MR[:, :, None] * P_MRR, row_R, "ieee")
+    X_MRR22 = tl.join(tl.join(first_MRR, tl.zeros_like(P_MRR)), tl.join(P_MRR, second_MRR))
+    return tl.reshape(tl.permute(X_MRR22, [0, 4, 1, 3, 2]), [M, 2 * R, 2 * R])
+
+
+@triton.jit
+def triangle(A_CC, b_C):
     """Return `X = (I + A diag(b))^-1 A` in float32, for A zero on and above the diagonal.
 
-    Row by row within blocks of 16 rows, all blocks at once; then the blocks of two halves are joined, level by level:
-    with P the part of A between the halves, theirs of X is `(I - X diag(b)) P (I - diag(b) X)`.
+    Row by row within blocks of 16 rows, all blocks at once; then neighbouring blocks are joined.
     """
-    C: tl.constexpr = row_C.shape[0]
+    C: tl.constexpr = A_CC.shape[0]
     N: tl.constexpr = C // 16
     n_N, row_R = tl.arange(0, N), tl.arange(0, 16)
-    own_N1N1 = n_N[:, None, None, None] == n_N[None, None, :, None]
+    own_N1N1 = (n_N[:, None] == n_N[None, :])[:, None, :, None]
     A_NRR = tl.sum(tl.where(own_N1N1, tl.reshape(A_CC, [N, 16, N, 16]), 0.0), 2)
     b_NR = tl.reshape(b_C, [N, 16])
     X_NRR = tl.zeros_like(A_NRR)
@@ -62,14 +85,9 @@ def triangle(A_CC, b_C, row_C):
         this_1R1 = (row_R == r)[None, :, None]
         a_NR = tl.sum(tl.where(this_1R1, A_NRR, 0.0), 1) * b_NR
         X_NRR = tl.where(this_1R1, A_NRR - tl.sum(a_NR[:, :, None] * X_NRR, 1)[:, None, :], X_NRR)
-    X_CC = tl.reshape(tl.where(own_N1N1, X_NRR[:, :, None, :], 0.0), [C, C])
-    for level in tl.static_range(4, levels(C)):
-        half_C, block_C = row_C >> level, row_C >> (level + 1)
-        pairs_CC = (block_C[:, None] == block_C[None, :]) & (half_C[:, None] > half_C[None, :])
-        P_CC = tl.where(pairs_CC, A_CC, 0.0)
-        P_CC -= lower_product(P_CC, b_C[:, None] * X_CC, row_C, "ieee")
-        X_CC += P_CC - lower_product(X_CC, b_C[:, None] * P_CC, row_C, "ieee")
-    return X_CC
+    for _ in tl.static_range(4, levels(C)):
+        X_NRR = joined(X_NRR, A_CC, b_C)
+    return tl.reshape(X_NRR, [C, C])
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -96,7 +114,7 @@ def triangle_kernel(
     A_CC = tl.where(row_C[None, :] < row_C[:, None], scores_CC, 0.0)
     b_C = tl.load(beta + n.to(tl.int64) * T + start + row_C, mask=real_C, other=0.0)
     entry_CC = at * C * C + row_C[:, None] * C + row_C[None, :]
-    tl.store(X + entry_CC, operand(triangle(A_CC, b_C, row_C), PRECISION))
+    tl.store(X + entry_CC, operand(triangle(A_CC, b_C), PRECISION))
 
 
 @triton.jit
@@ -104,6 +122,17 @@ def read_triangle(X, at, row_C):
     """Load X of chunk `at`, `[C, C]`, as products take it."""
     C: tl.constexpr = row_C.shape[0]
     return tl.load(X + at * C * C + row_C[:, None] * C + row_C[None, :]).to(tl.float32)
+
+
+@triton.jit
+def decay_to_end(log_f, stride_t, mask, n, H, T, start, row_C, k_K, K: tl.constexpr, DECAY: tl.constexpr):
+    """Return the decays from each row to the chunk's end, `[C]` or `[C, K]`: sums of the later rows' logarithms.
+
+    Of a tile of all key channels registers hold running sums, but not the products that `decays` makes of them.
+    """
+    real_C = real_rows(mask, n, H, T, start, row_C + 1) & (row_C < row_C.shape[0] - 1)
+    g = read_decay(log_f + start * stride_t, row_C + 1, stride_t, k_K, real_C, K, DECAY)
+    return tl.exp(tl.cumsum(g, 0, reverse=True))
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -140,12 +169,10 @@ def walk_kernel(
         exists_C, real_C = row_C < T - start, real_rows(mask, n, H, T, start, row_C)
         k_CK = read(k + start * k_stride_t, row_C, k_stride_t, k_K, real_C, K)
         b_C = tl.load(beta + n.to(tl.int64) * T + start + row_C, mask=real_C, other=0.0)
-        if DECAY == "none":
-            rows_CK, columns_CK = k_CK, k_CK
-        else:
+        rows_CK = k_CK
+        if DECAY != "none":
             g = read_decay(log_f + start * log_f_stride_t, row_C, log_f_stride_t, k_K, real_C, K, DECAY)
-            to_row, to_end, whole = decays(g, row_C, DECAY, PRECISION)
-            rows_CK, columns_CK = decayed(k_CK, to_row, DECAY), decayed(k_CK, to_end, DECAY)
+            rows_CK = decayed(k_CK, tl.exp(tl.cumsum(g, 0)), DECAY)
         x_CV = read(v + start * v_stride_t, row_C, v_stride_t, v_V, real_C, V).to(tl.float32)
         x_CV -= product(rows_CK, state_KV, PRECISION)
         e_CV = x_CV - lower_product(read_triangle(X, at, row_C), b_C[:, None] * x_CV, row_C, PRECISION)
@@ -155,8 +182,9 @@ def walk_kernel(
         if e is not None:
             write(e + first_row * V, e_CV, row_C, H * V, v_V, exists_C, V)
         if DECAY != "none":
-            state_KV = carried(state_KV, whole, DECAY)
-        state_KV += product(tl.trans(columns_CK), u_CV, PRECISION)
+            to_end = decay_to_end(log_f, log_f_stride_t, mask, n, H, T, start, row_C, k_K, K, DECAY)
+            k_CK, state_KV = decayed(k_CK, to_end, DECAY), carried(state_KV, tl.exp(tl.sum(g, 0)), DECAY)
+        state_KV += product(tl.trans(k_CK), u_CV, PRECISION)
     tl.store(last + n.to(tl.int64) * K * V + entry_KV, state_KV, mask=inside_KV)
 
 
@@ -197,17 +225,13 @@ def walk_back_kernel(
         tl.store(ends + at * K * V + entry_KV, operand(R_KV, PRECISION), mask=inside_KV)
         exists_C, real_C = row_C < T - start, real_rows(mask, n, H, T, start, row_C)
         k_CK = read(k + start * k_stride_t, row_C, k_stride_t, k_K, real_C, K)
-        q_CK = read(q + start * q_stride_t, row_C, q_stride_t, k_K, real_C, K)
         do_CV = read(grad + start * grad_stride_t, row_C, grad_stride_t, v_V, real_C, V)
         at_C = n.to(tl.int64) * T + start + row_C
         b_C1 = tl.load(beta + at_C, mask=real_C, other=0.0)[:, None]
-        if DECAY == "none":
-            rows_CK, columns_CK = k_CK, k_CK
-        else:
-            g = read_decay(log_f + start * log_f_stride_t, row_C, log_f_stride_t, k_K, real_C, K, DECAY)
-            to_row, to_end, whole = decays(g, row_C, DECAY, PRECISION)
-            rows_CK, columns_CK = decayed(k_CK, to_row, DECAY), decayed(k_CK, to_end, DECAY)
-            q_CK = decayed(q_CK, to_row, DECAY)
+        columns_CK = k_CK
+        if DECAY != "none":
+            to_end = decay_to_end(log_f, log_f_stride_t, mask, n, H, T, start, row_C, k_K, K, DECAY)
+            columns_CK = decayed(k_CK, to_end, DECAY)
         first_row = ((n // H).to(tl.int64) * T + start) * H + n % H
         e_CV = read(e + first_row * V, row_C, H * V, v_V, real_C, V).to(tl.float32)
         du_CV = read(du + first_row * V, row_C, H * V, v_V, real_C, V).to(tl.float32)
@@ -216,7 +240,11 @@ def walk_back_kernel(
         tl.store(dbeta + at_C, tl.sum(g_CV * e_CV, 1), mask=exists_C)
         write(dv + first_row * V, b_C1 * g_CV, row_C, H * V, v_V, exists_C, V)
         write(u + first_row * V, b_C1 * e_CV, row_C, H * V, v_V, exists_C, V)
+        q_CK = read(q + start * q_stride_t, row_C, q_stride_t, k_K, real_C, K)
         if DECAY != "none":
-            R_KV = carried(R_KV, whole, DECAY)
-        R_KV += product(tl.trans(q_CK), do_CV, PRECISION) - product(tl.trans(rows_CK), b_C1 * g_CV, PRECISION)
+            g = read_decay(log_f + start * log_f_stride_t, row_C, log_f_stride_t, k_K, real_C, K, DECAY)
+            to_row = tl.exp(tl.cumsum(g, 0))
+            q_CK, k_CK = decayed(q_CK, to_row, DECAY), decayed(k_CK, to_row, DECAY)
+            R_KV = carried(R_KV, tl.exp(tl.sum(g, 0)), DECAY)
+        R_KV += product(tl.trans(q_CK), do_CV, PRECISION) - product(tl.trans(k_CK), b_C1 * g_CV, PRECISION)
     tl.store(dfirst + n.to(tl.int64) * K * V + entry_KV, R_KV, mask=inside_KV)

@@ -76,13 +76,14 @@ def sums_of_rows(chosen_CC, x_CL, PRECISION: tl.constexpr):
 
 @triton.jit
 def lower_product(lower_CC, x_CL, row_C, PRECISION: tl.constexpr):
-    """Return `lower @ x` for a lower triangle; NaN from the first row of x on that is not finite.
+    """Return `lower @ x` for lower triangles; NaN from the first row of x on that is not finite.
 
     Those rows of x are left out: the zeros above the diagonal, times infinity, would turn earlier rows into NaN.
     """
     x_CL = operand(x_CL, PRECISION)
-    wrong_C = tl.max(tl.where(tl.abs(x_CL.to(tl.float32)) < float("inf"), 0, 1), 1)
-    kept_C1 = (row_C < tl.min(tl.where(wrong_C == 0, row_C.shape[0], row_C), 0))[:, None]
+    wrong_C = tl.max(tl.where(tl.abs(x_CL.to(tl.float32)) < float("inf"), 0, 1), -1)
+    first_1 = tl.min(tl.where(wrong_C == 0, row_C.shape[0], row_C), -1, keep_dims=True)
+    kept_C1 = tl.expand_dims(row_C < first_1, -1)
     y_CL = product(lower_CC, tl.where(kept_C1, x_CL, 0.0), PRECISION)
     return tl.where(kept_C1, y_CL, float("nan"))
 
