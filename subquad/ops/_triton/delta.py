@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from subquad.ops._triton import common
-from subquad.ops._triton.delta_kernels import triangle_kernel, walk_back_kernel, walk_kernel
+from subquad.ops._triton.delta_kernels import delta_step_kernel, triangle_kernel, walk_back_kernel, walk_kernel
 from subquad.ops._triton.scan import (
     TILES,
     Inputs,
@@ -28,11 +28,22 @@ from subquad.ops._triton.scan import (
 )
 from subquad.ops._triton.scan_backward_kernels import gradients_kernel
 
+STEP = ("K", "V", "DECAY", "SHARE", "BLOCK_K", "BLOCK_V", "num_warps")
+"""Constants of the kernel of a single token."""
+
+
+def triangle_shape(precision: str) -> tuple[int, int]:
+    """Return the shape of what a chunk keeps of its triangle: X, in float32 followed by A."""
+    rows = TILES[precision, False].rows
+    return (2 if precision == "ieee" else 1) * rows, rows
+
 
 class DeltaInputs(Inputs):
     """Tensors of a delta scan. `v` becomes u once that is known: from then on they are those of a gated scan."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_f: Tensor | None, mask: Tensor | None) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_f: Tensor | None, mask: Tensor | None
+    ) -> None:
         super().__init__(q, k, v, log_f, mask, normalise=False)
         self.beta, self.kept = beta[..., 0].float().contiguous(), state_dtype(self.precision)
         most = 32 if self.K <= 128 else 16
@@ -42,11 +53,17 @@ class DeltaInputs(Inputs):
     def walk(self, *others: Tensor) -> dict[str, Any]:
         """Return the constants of the kernels that walk over the chunks."""
         values = self.delta_constants(*others)
-        return values | {"BLOCK_K": common.tile(self.K), "BLOCK_V": self.block_v, "num_warps": 8 if self.K > 128 else 4, "num_stages": 1}
+        return values | {
+            "BLOCK_K": common.tile(self.K),
+            "BLOCK_V": self.block_v,
+            "num_warps": 8 if self.K > 128 else 4,
+            "num_stages": 1,
+        }
 
     def delta_constants(self, *others: Tensor) -> dict[str, Any]:
         """Return the constants of a delta scan's kernels."""
-        return {name: value for name, value in self.constants(*others).items() if name != "NORMALISE"}
+        values = {name: value for name, value in self.constants(*others).items() if name != "NORMALISE"}
+        return values | {"REFINE": self.precision == "ieee"}
 
     def per_chunk(self, rows: int, columns: int) -> Tensor:
         """Return an empty matrix for each chunk, as products read it."""
@@ -99,7 +116,16 @@ def delta_scan_triton(
     x = DeltaInputs(q_BGTK, k_BGTK, v_BHTV, beta_BHT1, log_f_BHTF, mask_BT)
     first = None if state_BHKV is None else state_BHKV.contiguous()
     out, last = by_token(x.v, *x.v.shape), x.v.new_empty(x.B, x.H, x.K, x.V, dtype=torch.float32)
-    X, states = x.per_chunk(x.tiles.rows, x.tiles.rows), x.per_chunk(x.K, x.V)
+    if x.T == 1 and not save:
+        common.launch(
+            delta_step_kernel,
+            (x.heads * x.v_tiles,),
+            *(x.q, x.i, x.v, x.log_f, x.beta, x.mask, first, out, last, x.H),
+            *common.strides(x.q, x.i, x.v, x.log_f, dims=2),
+            **{name: value for name, value in x.walk().items() if name in STEP},
+        )
+        return out, last, *(last.new_empty(0, dtype=x.kept) for _ in range(3))
+    X, states = x.per_chunk(*triangle_shape(x.precision)), x.per_chunk(x.K, x.V)
     u, e = x.per_token(), x.per_token() if save else None
     common.launch(
         triangle_kernel,
@@ -128,12 +154,12 @@ def delta_scan_triton(
 @delta_scan_triton.register_fake
 def _(q, k, v, beta, log_f, state, mask, save):  # type: ignore[no-untyped-def]
     (B, H, T, V), K, precision = v.shape, q.shape[-1], precision_of(q, k, v)
-    rows = TILES[precision, False].rows
-    shapes = ((B, H, -(-T // rows), *matrix) for matrix in ((K, V), (rows, rows)))
+    chunks = -(-T // TILES[precision, False].rows)
+    shapes = ((B, H, chunks, *matrix) for matrix in ((K, V), triangle_shape(precision)))
     kept = state_dtype(precision)
     e = by_token(v, B, H, T, V, kept) if save else v.new_empty(0, dtype=kept)
-    chunks = (v.new_empty(shape if save else 0, dtype=kept) for shape in shapes)
-    return by_token(v, *v.shape), v.new_empty(B, H, K, V, dtype=torch.float32), e, *chunks
+    matrices = (v.new_empty(shape if save else 0, dtype=kept) for shape in shapes)
+    return by_token(v, *v.shape), v.new_empty(B, H, K, V, dtype=torch.float32), e, *matrices
 
 
 @torch.library.custom_op("subquad::delta_scan_triton_backward", mutates_args=())

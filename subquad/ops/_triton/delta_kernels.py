@@ -18,7 +18,7 @@ If `b |k|^2` exceeds 2 numbers may overflow. A lower triangle's product leaves o
 on that is not finite, and its own are NaN from there: zero times infinity would reach earlier rows.
 
 Shape letters as in `scan_kernels`; N blocks of R = 16 rows. beta and its gradient are contiguous `[B, H, T]`, X
-`[B, H, chunks, C, C]`, e, u and their gradients `[B, T, H, V]`.
+`[B, H, chunks, C, C]` (with REFINE `[B, H, chunks, 2 C, C]`: X, then A), e, u and their gradients `[B, T, H, V]`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import triton.language as tl
 from subquad.ops._triton.scan_kernels import (
     LENGTHS,
     carried,
+    cast,
     decayed,
     levels,
     lower_product,
@@ -96,9 +97,9 @@ def triangle_kernel(
     k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_t: tl.int64,
     log_f_stride_b: tl.int64, log_f_stride_h: tl.int64, log_f_stride_t: tl.int64,
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
+    REFINE: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Compute X of one chunk."""
+    """Compute X of one chunk, followed by A with REFINE."""
     chunks = tl.cdiv(T, C)
     at, n, start = tl.program_id(0).to(tl.int64), tl.program_id(0) // chunks, tl.program_id(0) % chunks * C
     row_C = tl.arange(0, C)
@@ -113,15 +114,35 @@ def triangle_kernel(
     )
     A_CC = tl.where(row_C[None, :] < row_C[:, None], scores_CC, 0.0)
     b_C = tl.load(beta + n.to(tl.int64) * T + start + row_C, mask=real_C, other=0.0)
-    entry_CC = at * C * C + row_C[:, None] * C + row_C[None, :]
-    tl.store(X + entry_CC, operand(triangle(A_CC, b_C), PRECISION))
+    X += at * (1 + REFINE) * C * C + row_C[:, None] * C + row_C[None, :]
+    tl.store(X, operand(triangle(A_CC, b_C), PRECISION))
+    if REFINE:
+        tl.store(X + C * C, A_CC)
 
 
 @triton.jit
-def read_triangle(X, at, row_C):
-    """Load X of chunk `at`, `[C, C]`, as products take it."""
+def solved(x_CV, b_C1, X, at, row_C, TRANSPOSED: tl.constexpr, REFINE: tl.constexpr, PRECISION: tl.constexpr):
+    """Return `x - X (b x)`, TRANSPOSED `x - X^T (b x)`, by X of chunk `at`; REFINE: and what A finds missing.
+
+    For equal keys and b = 2 the roundings of X add up with those of the state from chunk to chunk; the correction, X of
+    the residual, takes them back to those of a substitution.
+    """
     C: tl.constexpr = row_C.shape[0]
-    return tl.load(X + at * C * C + row_C[:, None] * C + row_C[None, :]).to(tl.float32)
+    X += at * (1 + REFINE) * C * C + row_C[:, None] * C + row_C[None, :]
+    X_CC = tl.load(X).to(tl.float32)
+    if TRANSPOSED:
+        y_CV = x_CV - product(tl.trans(X_CC), b_C1 * x_CV, PRECISION)
+    else:
+        y_CV = x_CV - lower_product(X_CC, b_C1 * x_CV, row_C, PRECISION)
+    if REFINE:
+        A_CC = tl.load(X + C * C)
+        if TRANSPOSED:
+            x_CV -= y_CV + product(tl.trans(A_CC), b_C1 * y_CV, PRECISION)
+            y_CV += x_CV - product(tl.trans(X_CC), b_C1 * x_CV, PRECISION)
+        else:
+            x_CV -= y_CV + lower_product(A_CC, b_C1 * y_CV, row_C, PRECISION)
+            y_CV += x_CV - lower_product(X_CC, b_C1 * x_CV, row_C, PRECISION)
+    return y_CV
 
 
 @triton.jit
@@ -142,7 +163,7 @@ def walk_kernel(
     v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_t: tl.int64,
     log_f_stride_b: tl.int64, log_f_stride_h: tl.int64, log_f_stride_t: tl.int64,
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_V: tl.constexpr, REFINE: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Walk over the chunks from `first` to `last`: store S before each chunk, u and, if asked for, e.
 
@@ -175,7 +196,7 @@ def walk_kernel(
             rows_CK = decayed(k_CK, tl.exp(tl.cumsum(g, 0)), DECAY)
         x_CV = read(v + start * v_stride_t, row_C, v_stride_t, v_V, real_C, V).to(tl.float32)
         x_CV -= product(rows_CK, state_KV, PRECISION)
-        e_CV = x_CV - lower_product(read_triangle(X, at, row_C), b_C[:, None] * x_CV, row_C, PRECISION)
+        e_CV = solved(x_CV, b_C[:, None], X, at, row_C, False, REFINE, PRECISION)
         u_CV = b_C[:, None] * e_CV
         first_row = ((n // H).to(tl.int64) * T + start) * H + n % H
         write(u + first_row * V, u_CV, row_C, H * V, v_V, exists_C, V)
@@ -196,7 +217,7 @@ def walk_back_kernel(
     grad_stride_b: tl.int64, grad_stride_h: tl.int64, grad_stride_t: tl.int64,
     log_f_stride_b: tl.int64, log_f_stride_h: tl.int64, log_f_stride_t: tl.int64,
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_V: tl.constexpr, REFINE: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Walk back over the chunks: store R after each chunk, dv, and u again; each tile stores its part of dbeta.
 
@@ -236,7 +257,7 @@ def walk_back_kernel(
         e_CV = read(e + first_row * V, row_C, H * V, v_V, real_C, V).to(tl.float32)
         du_CV = read(du + first_row * V, row_C, H * V, v_V, real_C, V).to(tl.float32)
         du_CV += product(columns_CK, R_KV, PRECISION)
-        g_CV = du_CV - product(tl.trans(read_triangle(X, at, row_C)), b_C1 * du_CV, PRECISION)
+        g_CV = solved(du_CV, b_C1, X, at, row_C, True, REFINE, PRECISION)
         tl.store(dbeta + at_C, tl.sum(g_CV * e_CV, 1), mask=exists_C)
         write(dv + first_row * V, b_C1 * g_CV, row_C, H * V, v_V, exists_C, V)
         write(u + first_row * V, b_C1 * e_CV, row_C, H * V, v_V, exists_C, V)
@@ -248,3 +269,41 @@ def walk_back_kernel(
             R_KV = carried(R_KV, tl.exp(tl.sum(g, 0)), DECAY)
         R_KV += product(tl.trans(q_CK), do_CV, PRECISION) - product(tl.trans(k_CK), b_C1 * g_CV, PRECISION)
     tl.store(dfirst + n.to(tl.int64) * K * V + entry_KV, R_KV, mask=inside_KV)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def delta_step_kernel(
+    q, k, v, log_f, beta, mask, before, out, after, H,
+    q_stride_b: tl.int64, q_stride_h: tl.int64, k_stride_b: tl.int64, k_stride_h: tl.int64, v_stride_b: tl.int64,
+    v_stride_h: tl.int64, log_f_stride_b: tl.int64, log_f_stride_h: tl.int64,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Compute one token's output and the state after it, in one launch."""
+    V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    n = tl.program_id(0) // V_TILES
+    k_K, v_V = tl.arange(0, BLOCK_K), tl.program_id(0) % V_TILES * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside_KV = (k_K < K)[:, None] & (v_V < V)[None, :]
+    entry_KV = n.to(tl.int64) * K * V + k_K[:, None] * V + v_V[None, :]
+    real = True
+    if mask is not None:
+        real = tl.load(mask + n // H) != 0
+    exists_K = (k_K < K) & real
+    q_K = tl.load(of_head(q, n // SHARE, H // SHARE, q_stride_b, q_stride_h, False) + k_K, mask=exists_K, other=0.0)
+    i_K = tl.load(of_head(k, n // SHARE, H // SHARE, k_stride_b, k_stride_h, False) + k_K, mask=exists_K, other=0.0)
+    e_V = tl.load(of_head(v, n, H, v_stride_b, v_stride_h, False) + v_V, mask=(v_V < V) & real, other=0.0)
+    q_K, i_K, e_V = q_K.to(tl.float32), i_K.to(tl.float32), e_V.to(tl.float32)
+    b = tl.load(beta + n, mask=real, other=0.0)
+    state_KV = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if before is not None:
+        state_KV += tl.load(before + entry_KV, mask=inside_KV, other=0.0)
+    if DECAY == "head":
+        log_f = of_head(log_f, n, H, log_f_stride_b, log_f_stride_h, False)
+        state_KV *= tl.exp(tl.load(log_f, mask=real, other=0.0).to(tl.float32))
+    elif DECAY == "channel":
+        log_f = of_head(log_f, n, H, log_f_stride_b, log_f_stride_h, False)
+        state_KV *= tl.exp(tl.load(log_f + k_K, mask=exists_K, other=0.0).to(tl.float32))[:, None]
+    e_V -= tl.sum(i_K[:, None] * state_KV, 0)
+    state_KV += i_K[:, None] * (b * e_V)[None, :]
+    tl.store(after + entry_KV, state_KV, mask=inside_KV)
+    tl.store(out + n.to(tl.int64) * V + v_V, cast(tl.sum(q_K[:, None] * state_KV, 0), out), mask=v_V < V)

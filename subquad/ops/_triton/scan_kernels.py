@@ -266,7 +266,8 @@ def scores_and_sums(
     """Return one chunk's scores `[C, C]`, zero above the diagonal, and its rows' products with S `[C, V]` and z `[C]`.
 
     The rows are queries, and S and z stand at the chunk's start; with BACKWARD they are inputs, and S is the gradient
-    of the state at the chunk's end. Without `states` S is zero. K is walked in blocks of BLOCK_K, so that no tile outgrows the registers.
+    of the state at the chunk's end. Without `states` S is zero. K is walked in blocks of BLOCK_K, so that no tile
+    outgrows the registers.
     """
     C: tl.constexpr = row_C.shape[0]
     scores_CC = tl.zeros([C, C], tl.float32)
