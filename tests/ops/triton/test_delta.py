@@ -3,6 +3,8 @@
 A scan is named by its decays, and `shared` if its heads share queries and keys.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -77,11 +79,12 @@ def test_outputs_states_and_gradients(case):
 
 @thinned(2, beta=(2.0, 1.0), dtype=LOW_PRECISION)
 def test_equal_keys_are_solved_by_substitution(beta, dtype):
+    """Measured from every weight in half precision, in float32 by the chunks in torch, which round as often."""
     (q, k, v, b), _ = make("none", 64, dtype, K=32)
     inputs = [q, k[:, :, :1].expand_as(k), v, torch.full_like(b, beta)]
-    exact, plain = (differentiated(plain_delta, x) for x in ([x.double() for x in inputs], inputs))
-    actual = differentiated(lambda *x: scan(*x)[:1], inputs)
-    assert_all_in_budget(actual, plain, exact, dtype)
+    measure = partial(scan, backend="torch") if dtype == FP32 else plain_delta
+    calls = (scan, inputs), (measure, inputs), (plain_delta, [x.double() for x in inputs])
+    assert_all_in_budget(*(differentiated(lambda *x, f=f: f(*x)[:1], x) for f, x in calls), dtype)
 
 
 @thinned(2, dtype=LOW_PRECISION, kind=("head", "channel"))
@@ -139,6 +142,7 @@ def test_a_token_at_a_time_is_one_launch_each(kind, dtype, monkeypatch):
     assert_all_in_budget((torch.cat(outs, 2), last), measured, exact, dtype)
 
 
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 @thinned(4, what=("values", "keys"), at=(20, 0, 31, 40), dtype=(FP32, BF16))
 def test_an_overflow_leaves_earlier_rows_their_bits(what, at, dtype):
     (q, k, v, beta), _ = make("none", 70, dtype)
