@@ -46,8 +46,10 @@ class DeltaInputs(Inputs):
     ) -> None:
         super().__init__(q, k, v, log_f, mask, normalise=False)
         self.beta, self.kept = beta[..., 0].float().contiguous(), state_dtype(self.precision)
-        most = 32 if self.K <= 128 else 16
+        most = 32 if self.K <= 128 and self.precision != "ieee" else 16
         self.block_v = min(common.tile(self.V), most)
+        # Without tensor cores (`ieee`) the operands of a product lie in registers.
+        self.warps = 8 if self.K > 128 or self.precision == "ieee" else 4
         self.v_tiles = -(-self.V // self.block_v)
 
     def walk(self, *others: Tensor) -> dict[str, Any]:
@@ -56,7 +58,7 @@ class DeltaInputs(Inputs):
         return values | {
             "BLOCK_K": common.tile(self.K),
             "BLOCK_V": self.block_v,
-            "num_warps": 8 if self.K > 128 else 4,
+            "num_warps": self.warps,
             "num_stages": 1,
         }
 
