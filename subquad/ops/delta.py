@@ -12,20 +12,23 @@ from subquad.ops import _reference as reference
 from subquad.ops._sequential import scan as sequential
 from subquad.ops._torch import delta as chunked
 from subquad.ops._torch import single
-from subquad.ops.backends import choose, without_autocast
+from subquad.ops.backends import without_autocast
 from subquad.ops.groups import by_heads, share_of
 from subquad.ops.scan import (
     FORGET_ALL,
+    MOST_CHANNELS,
     ScanOutput,
     check_before,
     check_scan,
+    choose_for,
     chunk_of,
     masked,
     wide_of,
     zero_padding,
 )
 
-BACKENDS = ("reference", "torch", "sequential")
+MOST_KEYS = 256
+"""Most key channels per head in the kernels of `triton`, which hold all of them at once."""
 
 
 @without_autocast
@@ -60,8 +63,9 @@ def delta_scan(
         mask: bool `[B, T]`, True for a real token: padding leaves the state unchanged and gives zeros.
         chunk_size: tokens per chunk (rounded up to a power of two if there are decays), or between the states that
             `sequential` keeps for its backward pass (None: about sqrt(T)); changes only the order of summation.
-        backend: `reference` (token by token, the definition), `torch` (chunks; the default), `sequential` (token by
-            token in the memory of one state, or of 2 sqrt(T) states in training).
+        backend: `reference` (token by token, the definition), `torch` (chunks; the default on a CPU), `sequential`
+            (token by token in the memory of one state, or of 2 sqrt(T) states in training), `triton` (kernels; the
+            default on a GPU for what they support: no float64, at most 256 key and 512 value channels per head).
 
     Raises `ValueError` and `TypeError` for invalid shapes and options.
     """
@@ -70,8 +74,13 @@ def delta_scan(
         raise ValueError(f"beta must have shape {(B, H, T, 1)}, got {tuple(beta_BHT1.shape)}")
     chunk = chunk_of(chunk_size, chunked.CHUNK)
     tensors = [q_BGTK, k_BGTK, v_BHTV, beta_BHT1] + ([] if log_f_BHTF is None else [log_f_BHTF])
-    wide, name = wide_of(*tensors), choose("delta_scan", backend, BACKENDS, "torch")
+    sizes = {"key channels": (K, MOST_KEYS), "value channels": (V, MOST_CHANNELS)}
+    wide, name = wide_of(*tensors), choose_for("delta_scan", backend, tensors, sizes)
     check_before(state, mask, (B, H, K, V), T)
+    if name == "triton":
+        from subquad.ops._triton.delta import delta_scan as kernels
+
+        return ScanOutput(*kernels(q_BGTK, k_BGTK, v_BHTV, beta_BHT1, log_f_BHTF, state, mask))
     q, k, v, beta, *rest = (x.flatten(0, 1) for x in masked(tensors, mask, wide, (0.0,) * 5))
     log_f = rest[0].clamp(min=FORGET_ALL) if rest else None
     s = v.new_zeros(B * H, K, V) if state is None else state.flatten(0, 1).to(wide)

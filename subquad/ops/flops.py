@@ -83,6 +83,7 @@ def register() -> None:
         formulas |= {getattr(torch.ops.aten, cpu): sdpa, getattr(torch.ops.aten, f"{cpu}_backward"): sdpa_backward}
     if HAS_TRITON:
         from subquad.ops._triton import attend as _attend  # noqa: F401 defines the operators
+        from subquad.ops._triton import delta as _delta  # noqa: F401
         from subquad.ops._triton import gated_mean as _gated_mean  # noqa: F401
         from subquad.ops._triton import scan as _scan  # noqa: F401
         from subquad.ops._triton import softmax as _softmax  # noqa: F401
@@ -161,6 +162,10 @@ KERNELS: dict[str, Callable[..., int]] = {
     ),
     "gated_scan_triton_backward": lambda grad, grad_state, q, i, v, *_, **__: (
         5 * q[0] * q[1] * gated_scan_flops(q[2], q[3], v[3]) // 2
+    ),
+    "delta_scan_triton": lambda q, k, v, *_, **__: q[0] * delta_scan_flops(q[2], q[3], v[3], groups=q[1], heads=v[1]),
+    "delta_scan_triton_backward": lambda grad, grad_state, q, k, v, *_, **__: (
+        q[0] * delta_scan_flops(q[2], q[3], v[3], groups=q[1], heads=v[1], products=BACKWARD)
     ),
     "running_softmax_triton": lambda p, k, v, *_, **__: p[0] * p[1] * running_softmax_flops(p[2], p[3], v[3]),
     "running_softmax_triton_backward": lambda grad, gl, ga, gs, p, k, v, *_, **__: (

@@ -137,8 +137,10 @@ def launch_states(
     return kept, z_kept
 
 
-def launch_outputs(x: Inputs, states: Tensor, z_states: Tensor, out: Tensor, total: Tensor, eps: float) -> None:
-    """Fill `out`, and `total` if normalised."""
+def launch_outputs(
+    x: Inputs, states: Tensor, z_states: Tensor, out: Tensor, total: Tensor, eps: float, delta: bool = False
+) -> None:
+    """Fill `out`, and `total` if normalised; `delta`: the values may have overflowed, see `lower_product`."""
     (block_k, _), (block_v, tiles_v) = _fit(x.K, x.tiles.outputs_k), _fit(x.V, x.tiles.outputs_v)
     common.launch(
         outputs_kernel,
@@ -146,6 +148,7 @@ def launch_outputs(x: Inputs, states: Tensor, z_states: Tensor, out: Tensor, tot
         *(x.q, x.i, x.v, x.log_f, x.mask, states, z_states, out, total, eps, x.H, x.T),
         *common.strides(x.q, x.i, x.v, x.log_f),
         **x.constants(),
+        DELTA=delta,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
         num_warps=x.tiles.outputs_warps,
@@ -213,7 +216,7 @@ def launch_gradients(
     common.launch(
         gradients_kernel,
         (x.heads * x.chunks * tiles_k,),
-        *(x.q, x.i, x.v, x.log_f, grad, x.mask, *totals, *starts, *ends, dq, di, dv, dlog_f, x.H, x.T),
+        *(x.q, x.i, x.v, x.log_f, grad, x.mask, *totals, *starts, *ends, None, None, dq, di, dv, dlog_f, x.H, x.T),
         *common.strides(x.q, x.i, x.v, x.log_f, grad),
         **x.constants(grad),
         BLOCK_K=block_k,
@@ -223,14 +226,15 @@ def launch_gradients(
         num_stages=1,
     )
     if not with_v:
-        _value_gradients(x, grad, totals[0], ends[0], dv)
+        value_gradients(x, grad, totals[0], ends[0], dv)
     if x.decay == "head":
         assert x.log_f is not None
         dlog_f = dlog_f.sum(0)[..., None].to(x.log_f.dtype).transpose(1, 2)
     return by_groups(dq, x.q), by_groups(di, x.i), dv, dlog_f
 
 
-def _value_gradients(x: Inputs, grad: Tensor, total: Tensor, end_states: Tensor, dv: Tensor) -> None:
+def value_gradients(x: Inputs, grad: Tensor, total: Tensor | None, end_states: Tensor | None, dv: Tensor) -> None:
+    """Fill `dv`; without `end_states` with the part from inside the chunks."""
     (block_k, _), (block_v, tiles_v) = _fit(x.K, x.tiles.outputs_k), _fit(x.V, x.tiles.outputs_v)
     common.launch(
         value_gradients_kernel,

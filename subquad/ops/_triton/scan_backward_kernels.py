@@ -11,6 +11,8 @@ from row j to row i, n_i the total if normalised (else 1), do the gradients of t
 
 If heads are so wide that several tiles hold the key channels, `value_gradients_kernel` computes dv.
 
+The triangle of a delta scan's keys has the same gradients, with i = q = k, v = u and do = -dv, for j < i only.
+
 Shape letters as in `scan_kernels`; gradients are contiguous, `[B, T, H, .]`.
 """
 
@@ -105,7 +107,8 @@ def totals_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def gradients_kernel(
-    q, i, v, log_f, grad, mask, total, dtotal, states, z_states, end_states, end_z_states, dq, di, dv, dlog_f, H, T,
+    q, i, v, log_f, grad, mask, total, dtotal, states, z_states, end_states, end_z_states, dk_before, dlog_f_before,
+    dq, di, dv, dlog_f, H, T,
     q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_t: tl.int64,
     i_stride_b: tl.int64, i_stride_h: tl.int64, i_stride_t: tl.int64,
     v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_t: tl.int64,
@@ -117,8 +120,10 @@ def gradients_kernel(
 ):  # fmt: skip
     """Compute gradients of q, i and log f for a tile of a chunk's key channels; WITH_V (one tile holds all): v's too.
 
-    If log f is one per head, each tile of key channels stores its part.
+    If log f is one per head, each tile of key channels stores its part. With `dk_before` (float32, contiguous) compute
+    the gradients of a delta scan's triangle, `grad` being dv: di is their sum with it, dlog_f with dlog_f_before.
     """
+    DELTA: tl.constexpr = dk_before is not None
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     chunks = tl.cdiv(T, C)
     k_tile, at = tl.program_id(0) % K_TILES, (tl.program_id(0) // K_TILES).to(tl.int64)
@@ -135,7 +140,7 @@ def gradients_kernel(
     grad = of_head(grad, n, H, grad_stride_b, grad_stride_h, ALIGNED) + start * grad_stride_t
     q_CK = read(q, row_C, q_stride_t, k_K, real_C, K)
     i_CK = read(i, row_C, i_stride_t, k_K, real_C, K)
-    up_to_CC = row_C[None, :] <= row_C[:, None]
+    up_to_CC = row_C[None, :] < row_C[:, None] if DELTA else row_C[None, :] <= row_C[:, None]
     if DECAY != "none":
         log_f = of_head(log_f, n, H, log_f_stride_b, log_f_stride_h, ALIGNED and DECAY == "channel")
         log_f += start * log_f_stride_t
@@ -149,6 +154,8 @@ def gradients_kernel(
         total_C = tl.load(total + n.to(tl.int64) * T + start + row_C, mask=real_C, other=1.0)
         dtotal_C = tl.load(dtotal + n.to(tl.int64) * T + start + row_C, mask=real_C, other=0.0)
         over_C = 1.0 / total_C
+    if DELTA:
+        over_C = -over_C
     if WITH_V:
         tl.static_assert(K_TILES == 1 and DECAY != "channel")
         scores_CC = product(q_CK, tl.trans(i_CK), PRECISION)
@@ -165,12 +172,13 @@ def gradients_kernel(
         v_CV = read(v, row_C, v_stride_t, v_V, real_C, V)
         do_CV = read(grad, row_C, grad_stride_t, v_V, real_C, V)
         state_KV = read_state(states + at * K * V, k_K, v_V, K, V)
-        end_KV = read_state(end_states + at * K * V, k_K, v_V, K, V)
         grad_CC += product(do_CV, tl.trans(v_CV), PRECISION)
         dq_CK += product(do_CV, tl.trans(state_KV), PRECISION)
-        di_CK += product(v_CV, tl.trans(end_KV), PRECISION)
-        if DECAY != "none":
-            dwhole_K += tl.sum(state_KV.to(tl.float32) * end_KV.to(tl.float32), 1)
+        if not DELTA:
+            end_KV = read_state(end_states + at * K * V, k_K, v_V, K, V)
+            di_CK += product(v_CV, tl.trans(end_KV), PRECISION)
+            if DECAY != "none":
+                dwhole_K += tl.sum(state_KV.to(tl.float32) * end_KV.to(tl.float32), 1)
         if WITH_V:
             dv_CV = product(i_CK, end_KV, PRECISION)
             if DECAY == "head":
@@ -203,9 +211,14 @@ def gradients_kernel(
         tl.store(dlog_f + part + (first_row + row_C) * H + n % H, dg, mask=exists_C)
     elif DECAY == "channel":
         dg = tl.where(real_C[:, None] & (g > FORGET_ALL), dg, 0.0)
+        if DELTA:
+            dg += read(dlog_f_before + (first_row * H + n % H) * K, row_C, H * K, k_K, real_C, K)
         write(dlog_f + (first_row * H + n % H) * K, dg, row_C, H * K, k_K, exists_C, K)
+    if DELTA:
+        di_CK += dq_CK + read(dk_before + (first_row * H + n % H) * K, row_C, H * K, k_K, real_C, K)
+    else:
+        write(dq + (first_row * H + n % H) * K, dq_CK, row_C, H * K, k_K, exists_C, K)
     di_CK = tl.where(real_C[:, None], di_CK, 0.0)
-    write(dq + (first_row * H + n % H) * K, dq_CK, row_C, H * K, k_K, exists_C, K)
     write(di + (first_row * H + n % H) * K, di_CK, row_C, H * K, k_K, exists_C, K)
 
 
@@ -234,8 +247,10 @@ def value_gradients_kernel(
     if DECAY != "none":
         log_f = of_head(log_f, n, H, log_f_stride_b, log_f_stride_h, ALIGNED and DECAY == "channel")
         log_f += start * log_f_stride_t
+    if end_states is not None:
+        end_states += at * K * V
     scores_CC, dv_CV, _ = scores_and_sums(
-        *(q, q_stride_t, i, i_stride_t, log_f, log_f_stride_t, end_states + at * K * V, None),
+        *(q, q_stride_t, i, i_stride_t, log_f, log_f_stride_t, end_states, None),
         *(row_C, real_C, v_V, K, V, DECAY, NORMALISE, True, BLOCK_K, PRECISION),
     )
     if NORMALISE:

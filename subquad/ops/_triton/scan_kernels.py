@@ -23,7 +23,7 @@ from subquad.ops._triton import common
 
 FORGET_ALL = tl.constexpr(-1e4)  # exp of it is 0, and sums of it stay finite: -inf - (-inf) would be NaN
 INTERPRETED = tl.constexpr(common.INTERPRETED)
-LENGTHS = ["T", *(f"{x}_stride_{dim}" for x in ("q", "i", "v", "log_f", "grad", "a", "b") for dim in "bh")]
+LENGTHS = ["T", *(f"{x}_stride_{dim}" for x in ("q", "i", "k", "v", "log_f", "grad", "a", "b") for dim in "bh")]
 """Not specialised, so a new length doesn't recompile: the length and the strides that depend on it."""
 
 
@@ -72,6 +72,20 @@ def sums_of_rows(chosen_CC, x_CL, PRECISION: tl.constexpr):
     if PRECISION != "ieee":
         sums_CL += product(ones_CC, x_CL - operand(x_CL, PRECISION).to(tl.float32), PRECISION)
     return sums_CL
+
+
+@triton.jit
+def lower_product(lower_CC, x_CL, row_C, PRECISION: tl.constexpr):
+    """Return `lower @ x` for lower triangles; NaN from the first row of x on that is not finite.
+
+    Those rows of x are left out: the zeros above the diagonal, times infinity, would turn earlier rows into NaN.
+    """
+    x_CL = operand(x_CL, PRECISION)
+    wrong_C = tl.max(tl.where(tl.abs(x_CL.to(tl.float32)) < float("inf"), 0, 1), -1)
+    first_1 = tl.min(tl.where(wrong_C == 0, row_C.shape[0], row_C), -1, keep_dims=True)
+    kept_C1 = tl.expand_dims(row_C < first_1, -1)
+    y_CL = product(lower_CC, tl.where(kept_C1, x_CL, 0.0), PRECISION)
+    return tl.where(kept_C1, y_CL, float("nan"))
 
 
 @triton.jit
@@ -252,7 +266,8 @@ def scores_and_sums(
     """Return one chunk's scores `[C, C]`, zero above the diagonal, and its rows' products with S `[C, V]` and z `[C]`.
 
     The rows are queries, and S and z stand at the chunk's start; with BACKWARD they are inputs, and S is the gradient
-    of the state at the chunk's end. K is walked in blocks of BLOCK_K, so that no tile outgrows the registers.
+    of the state at the chunk's end. Without `states` S is zero. K is walked in blocks of BLOCK_K, so that no tile
+    outgrows the registers.
     """
     C: tl.constexpr = row_C.shape[0]
     scores_CC = tl.zeros([C, C], tl.float32)
@@ -270,7 +285,8 @@ def scores_and_sums(
             rows_CK = rows_CK.to(tl.float32) * (to_end if BACKWARD else to_row)
         else:
             scores_CC += product(q_CK, tl.trans(i_CK), PRECISION)
-        sums_CV += product(rows_CK, read_state(states, k_K, v_V, K, V), PRECISION)
+        if states is not None:
+            sums_CV += product(rows_CK, read_state(states, k_K, v_V, K, V), PRECISION)
         if NORMALISE and not BACKWARD:
             z_K = tl.load(z_states + k_K, mask=k_K < K, other=0.0)
             z_C += tl.sum(rows_CK.to(tl.float32) * z_K[None, :], 1)
@@ -365,11 +381,13 @@ def outputs_kernel(
     v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_t: tl.int64,
     log_f_stride_b: tl.int64, log_f_stride_h: tl.int64, log_f_stride_t: tl.int64,
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, NORMALISE: tl.constexpr,
-    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
+    DELTA: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute one chunk's outputs and totals: the sums of weights plus eps, or infinity if that is zero.
 
-    An infinite total makes the output of a token without any weight zero, and its gradients finite.
+    An infinite total makes the output of a token without any weight zero, and its gradients finite. With DELTA, v may
+    have overflowed from some row on, which leaves earlier rows their bits.
     """
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     chunks = tl.cdiv(T, C)
@@ -390,7 +408,11 @@ def outputs_kernel(
         *(q, q_stride_t, i, i_stride_t, log_f, log_f_stride_t, states + at * K * V, z_states + at * K),
         *(row_C, real_C, v_V, K, V, DECAY, NORMALISE, False, BLOCK_K, PRECISION),
     )
-    out_CV += product(scores_CC, read(v, row_C, v_stride_t, v_V, real_C, V), PRECISION)
+    v_CV = read(v, row_C, v_stride_t, v_V, real_C, V)
+    if DELTA:
+        out_CV += lower_product(scores_CC, v_CV, row_C, PRECISION)
+    else:
+        out_CV += product(scores_CC, v_CV, PRECISION)
     if NORMALISE:
         total_C += tl.sum(scores_CC, 1) + eps
         total_C = tl.where(total_C == 0, float("inf"), total_C)

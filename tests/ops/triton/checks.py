@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.timing import Failure
-from subquad.ops import block_attention_with_lse, gated_scan, running_softmax
+from subquad.ops import block_attention_with_lse, delta_scan, gated_scan, running_softmax
 from subquad.ops.patterns import Causal, Pattern, Segments, Window
 from subquad.ops.softmax import gated_mean
 from subquad.testing.tools import assert_in_budget
@@ -69,6 +69,22 @@ def _scan(decays: Callable[[int], int]) -> Family:
     return Family(inputs, call, token)
 
 
+def _delta(decays: Callable[[int], int]) -> Family:
+    def inputs(draw: Callable[[int], Tensor], K: int) -> list[Tensor]:
+        q, k = (F.normalize(draw(K), dim=-1) for _ in range(2))
+        log_f = [F.logsigmoid(draw(decays(K)) + 3)] if decays(K) else []
+        return [q, k, draw(K), 2 * draw(1).sigmoid(), *log_f]
+
+    def call(backend: str, *x: Tensor, state: Tensor | None = None) -> Outputs:
+        log_f = x[4] if len(x) > 4 else None
+        return delta_scan(x[0], x[1], x[2], x[3], log_f, state=state, backend=backend)
+
+    def token(backend: str, *x: Tensor) -> Outputs:
+        return call(backend, *(y[:, :, -1:] for y in x), state=call(backend, *(y[:, :, :-1] for y in x))[1])
+
+    return Family(inputs, call, token)
+
+
 def _softmax(latents: int, mean: Callable[..., Any]) -> Family:
     def inputs(draw: Callable[[int], Tensor], K: int) -> list[Tensor]:
         first = draw(latents)
@@ -105,6 +121,9 @@ FAMILIES: dict[str, Family] = {
     "scan": _scan(lambda _: 0),
     "scan, decay per head": _scan(lambda _: 1),
     "scan, decay per channel": _scan(lambda K: K),
+    "delta scan": _delta(lambda _: 0),
+    "delta scan, decay per head": _delta(lambda _: 1),
+    "delta scan, decay per channel": _delta(lambda K: K),
     "latte": _softmax(64, running_softmax),
     "elita": _softmax(1, gated_mean),
 }

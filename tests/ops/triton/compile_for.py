@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 
 from subquad.ops._triton import common
 from subquad.ops._triton.attend import attend, most_channels
+from subquad.ops._triton.delta import delta_scan
 from subquad.ops._triton.gated_mean import gated_mean
 from subquad.ops._triton.scan import gated_scan
 from subquad.ops._triton.softmax import running_softmax
@@ -116,6 +117,19 @@ def scan(tokens, K, V, decay, dtype, normalise=True, padded=False):
         gated_scan(q, i, v, *(log_f or [None]), state, mask if mask is None else mask[:, :1], normalise, 0.0)
 
 
+def delta(tokens, K, V, decay, dtype, padded=False, groups=2):
+    """Forward, without and with gradients, and backward."""
+    F = {"none": [], "head": [1], "channel": [K]}[decay]
+    q, k = inputs(tokens, K, K, dtype=dtype, heads=groups)
+    v, beta, *log_f = inputs(tokens, V, 1, *F, dtype=dtype)
+    state = torch.zeros(1, 2, K, V) if padded else None
+    mask = torch.ones(1, tokens, dtype=torch.bool) if padded else None
+    call = partial(delta_scan, q, k, v, beta, *(log_f or [None]), state, mask)
+    differentiate(call())
+    with torch.no_grad():
+        call()
+
+
 def softmax(tokens, L, V, dtype, want_lse=False):
     """Forward, backward, and one token more without gradients."""
     out, lse, *state = running_softmax(*inputs(tokens, L, L, V, dtype=dtype), None, None, want_lse)
@@ -153,6 +167,11 @@ QUICK = {
         partial(scan, K=64, V=64, decay="none", dtype=BF16),
         partial(scan, K=128, V=128, decay="channel", dtype=BF16, padded=True),
     ],
+    "delta_scan": [
+        partial(delta, K=64, V=64, decay="none", dtype=BF16),
+        partial(delta, K=96, V=192, decay="head", dtype=BF16, groups=1),
+        partial(delta, K=128, V=128, decay="channel", dtype=BF16, padded=True),
+    ],
     "running_softmax": [
         partial(softmax, L=64, V=128, dtype=BF16),
         partial(softmax, L=1, V=64, dtype=BF16, want_lse=True),
@@ -162,6 +181,7 @@ QUICK = {
 }
 ALL = {
     "gated_scan": [partial(scan, K=K, V=V, decay=decay) for K, V in SIZES for decay in ("none", "head", "channel")],
+    "delta_scan": [partial(delta, K=K, V=V, decay=decay) for K, V in SIZES for decay in ("none", "head", "channel")],
     "running_softmax": [
         partial(softmax, L=L, V=V, want_lse=True) for L, V in (*SIZES, (1, 64), (1, 256), (10, 64), (512, 64))
     ],

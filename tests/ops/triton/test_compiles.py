@@ -12,7 +12,7 @@ STACK = 1024
 """Bytes a thread that registers may spill, where `NAMED` has no reason for more."""
 NAMED = {}
 """Reasons, by kernel and architecture."""
-FAMILIES = ("gated_scan", "running_softmax", "gated_mean", "block_attention")
+FAMILIES = ("gated_scan", "delta_scan", "running_softmax", "gated_mean", "block_attention")
 DTYPES = ("bfloat16", "float16", "float32", "tf32")
 CARDS = (80, 86, 89, 90)
 
