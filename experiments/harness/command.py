@@ -199,8 +199,9 @@ def _run_all(planned: Sequence[Plan], scale: str) -> int:
 
 def _reproduce(plan: Plan, home: Path, runner: Runner, scale: str) -> int:
     """Run the units, update the result in `home` after each, compare and print; return the number of failed units."""
-    finished, failures = [], []
+    finished, failures, searched = [], [], 0.0
     for unit, found in runner.run(searches_of(plan.units), _tell):
+        searched += found.get("seconds", 0.0)
         if "failed" in found:
             failures.append(f"{unit.name}: {found['failed']}; see {unit.folder}/failed.txt")
     for unit, found in runner.run(plan.units, _tell):
@@ -208,7 +209,7 @@ def _reproduce(plan: Plan, home: Path, runner: Runner, scale: str) -> int:
         if "failed" in found:
             failures.append(f"{unit.name}: {found['failed']}; see {unit.folder}/failed.txt")
             continue
-        result.write_result(home, scale, result.collected(plan.units, finished, plan.processes))
+        result.write_result(home, scale, result.collected(plan.units, finished, plan.processes, searched))
     _compare(plan, home, scale)
     for failure in failures:
         _tell(f"failed: {plan.folder.name}, {failure}")

@@ -97,10 +97,14 @@ def search_unit(unit: Unit) -> list[Row]:
     def loss(rate: float) -> float:
         settings = with_rate(unit.settings, rate)
         whole = train_config(unit, settings)
+        if whole.task not in ("language", "classify"):
+            raise ValueError(
+                f"rates are for the tasks language and classify, got {whole.task}: it has no part for them"
+            )
         steps = max(1, whole.run.steps // SHARE)
         shorter = {"schedule": {"warmup": whole.schedule.warmup // SHARE}}
         place = str(Path(unit.folder) / f"rate-{rate:g}")
-        every = 0 if whole.reads_text else steps  # the run's own evaluation is of the validation part, or of test text
+        every = 0 if whole.reads_text else steps  # of a text, the run's own evaluation reads all that is held out
         run = {"steps": steps, "save_every": steps, "eval_every": every, "eval_windows": 256, "folder": place}
         try:
             result = _trained(train_config(unit, merged(settings, shorter), **run))
