@@ -1,4 +1,4 @@
-"""Baselines and states beside the losses; the claim that the models learned something."""
+"""Baselines and states beside the losses; claims about what the models learned at all."""
 
 from __future__ import annotations
 
@@ -40,11 +40,16 @@ def bigram(train_N: np.ndarray, held_N: np.ndarray, tokens: int) -> float:
 
 
 def claim_learned(rows: list[Row]) -> tuple[str, str]:
-    """Check that every model needs fewer bits than gzip and fewer nats than bigram counts."""
-    worst = max(rows, key=lambda row: row["loss"])
-    good = all(row["loss"] < row["bigram"] and row["bits_per_byte"] < row["gzip"] for row in rows)
-    ours = (
-        f"at most {worst['loss']:.3f} nats per token ({worst['arm']}), bigrams {worst['bigram']:.3f}; "
-        f"{worst['bits_per_byte']:.3f} bits per byte, gzip {worst['gzip']:.3f}"
-    )
-    return (HOLDS if good else FAILS), ours
+    """Check that every model needs fewer bits than gzip."""
+    worst = max(rows, key=lambda row: row["bits_per_byte"])
+    good = all(row["bits_per_byte"] < row["gzip"] for row in rows)
+    shown = f"at most {worst['bits_per_byte']:.3f} bits per byte ({worst['arm']}), gzip {worst['gzip']:.3f}"
+    return (HOLDS if good else FAILS), shown
+
+
+def claim_beyond_bigrams(rows: list[Row]) -> tuple[str, str]:
+    """Check that every model needs fewer nats than bigram counts, and name those that do with every seed."""
+    behind = {row["arm"] for row in rows if row["loss"] >= row["bigram"]}
+    ahead = [arm for arm in dict.fromkeys(row["arm"] for row in rows) if arm not in behind]
+    shown = f"bigrams {rows[0]['bigram']:.3f} nats per token; below: {', '.join(ahead) or 'none'}"
+    return (FAILS if behind else HOLDS), shown

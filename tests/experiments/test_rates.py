@@ -105,7 +105,7 @@ def test_what_cannot_be_searched_is_refused(experiments):
     with pytest.raises(ValueError, match=r"held\.tokens must be at most half of its \d+ tokens, got 1000000000"):
         harness.search_unit(search)
     with pytest.raises(ValueError, match="rates are for the tasks language and classify, got probe"):
-        harness.search_unit(other_task(experiments, task="probe"))
+        harness.search_unit(other_task(experiments, task="probe", batch={"length": 32}))
     for kind, rates, message in (
         ("train", [0.1, 0.2], "rates must be at least 3 different positive numbers, got"),
         ("train", [0.1, 0.2, 0.1], "rates must be at least 3 different positive numbers, got"),
