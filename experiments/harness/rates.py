@@ -30,9 +30,8 @@ def searches_of(units: Sequence[Unit]) -> list[Unit]:
     found = {}
     for unit in units:
         if unit.rates and unit.arm not in found:
-            identity = digest([unit.settings, unit.rates, unit.held])
-            known = {"kind": "search", "seed": SEED, "identity": identity, "training": identity}
-            found[unit.arm] = replace(unit, folder=str(_folder(unit)), **known)
+            same, folder = digest([unit.settings, unit.rates, unit.held]), str(_folder(unit))
+            found[unit.arm] = replace(unit, kind="search", seed=SEED, folder=folder, identity=same, training=same)
     return list(found.values())
 
 
