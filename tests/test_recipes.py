@@ -4,15 +4,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from subquad.config import read_mapping
+from subquad.models.build import build_model
 from subquad.recipes import recipe_path, recipes
 from subquad.training import TrainConfig, train
 from tests.data.lra.layouts import write_release
 from tests.data.pictures import write_idx
 
-FAMILIES = {"stdlib": ("full", "window", "llp", "linear", "latte"), "mnist": ("full", "linear")}
+RECURRENT = ("retnet", "gla", "hgrn2", "mamba2", "mlstm", "delta_net", "gated_delta_net", "kda")
+FAMILIES = {"stdlib": ("full", "window", "llp", "linear", "latte", *RECURRENT), "mnist": ("full", "linear")}
 """Recipes that differ in the mechanism alone."""
+QUICK = [
+    pytest.param(name, marks=[pytest.mark.slow] if name.removeprefix("stdlib-") in RECURRENT else [])
+    for name in recipes()
+]
 
 
 def test_an_unknown_recipe_is_answered_with_the_valid_ones() -> None:
@@ -39,7 +46,7 @@ def small_lra(classify: dict[str, Any], folder: Path) -> dict[str, dict[str, Any
     }
 
 
-@pytest.mark.parametrize("name", recipes())
+@pytest.mark.parametrize("name", QUICK)
 def test_a_recipe_trains_two_steps_at_reduced_size(name: str, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.mkdir()
@@ -85,8 +92,23 @@ def test_recipes_of_a_family_differ_in_the_mechanism_alone(family: str) -> None:
         assert values["model"].pop("attention") == name
         assert values["run"].pop("folder") == f"runs/{family}-{name}"
         if family == "stdlib":
-            assert values["model"].pop("position") == ("sinusoidal" if name in ("linear", "latte") else "rope")
-            assert values["model"].pop("qk_norm") == (name != "latte")  # latte has no such norm
-            values["model"].pop("options")
+            rotary, added = ("full", "window", "llp"), ("linear", "latte")
+            positions = "rope" if name in rotary else "sinusoidal" if name in added else "none"
+            assert values["model"].pop("position") == positions
+            assert values["model"].pop("qk_norm") == (name in (*rotary, "linear"))  # the others have no such norm
+            for apart in ("options", "ff_dim"):
+                values["model"].pop(apart)
         common.add(str(values))
     assert len(common) == 1
+
+
+def test_models_of_the_stdlib_recipes_have_parameters_within_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("normal_", "uniform_"):
+        monkeypatch.setattr(torch.Tensor, name, lambda self, *_, **__: self)  # slow on the meta device
+    counts = {}
+    for name in FAMILIES["stdlib"]:
+        with torch.device("meta"):
+            model = build_model(TrainConfig.from_file(recipe_path(f"stdlib-{name}")).model)
+        counts[name] = sum(weights.numel() for weights in model.parameters())
+    assert max(counts.values()) < 1.1 * counts["linear"], counts
+    assert min(counts.values()) > 0.99 * counts["linear"], counts

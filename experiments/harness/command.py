@@ -18,6 +18,7 @@ from experiments.harness.claims import judged, read_expected
 from experiments.harness.data import check_data, is_little
 from experiments.harness.findings import findings
 from experiments.harness.plots import draw
+from experiments.harness.rates import searches_of
 from experiments.harness.recipe import FILE, SCALES, Recipe, read_recipe
 from experiments.harness.runner import Runner, default_processes
 from experiments.harness.train import budget_steps, train_config
@@ -192,19 +193,23 @@ def _run_all(planned: Sequence[Plan], scale: str) -> int:
         for plan in planned:
             shutil.rmtree(plan.smoke, ignore_errors=True)  # kept units would hide that today's code fails
             plan.smoke.mkdir(parents=True)
-            runner.announce(plan.units)
+            runner.announce(searches_of(plan.units) or plan.units)
         return sum(_reproduce(plan, plan.smoke, runner, scale) for plan in planned)
 
 
 def _reproduce(plan: Plan, home: Path, runner: Runner, scale: str) -> int:
     """Run the units, update the result in `home` after each, compare and print; return the number of failed units."""
-    finished, failures = [], []
+    finished, failures, searched = [], [], 0.0
+    for unit, found in runner.run(searches_of(plan.units), _tell):
+        searched += found.get("seconds", 0.0)
+        if "failed" in found:
+            failures.append(f"{unit.name}: {found['failed']}; see {unit.folder}/failed.txt")
     for unit, found in runner.run(plan.units, _tell):
         finished.append((unit, found))
         if "failed" in found:
             failures.append(f"{unit.name}: {found['failed']}; see {unit.folder}/failed.txt")
             continue
-        result.write_result(home, scale, result.collected(plan.units, finished, plan.processes))
+        result.write_result(home, scale, result.collected(plan.units, finished, plan.processes, searched))
     _compare(plan, home, scale)
     for failure in failures:
         _tell(f"failed: {plan.folder.name}, {failure}")

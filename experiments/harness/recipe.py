@@ -10,6 +10,7 @@ from subquad.config import Config, suggest
 
 SCALES = ("smoke", "cpu", "gpu", "paper")
 FILE = "recipe.yaml"
+FEWEST_RATES = 3
 Budget = Literal["steps", "tokens", "flops"]
 
 
@@ -60,6 +61,8 @@ class Scale(Config):
     largest; a fork for each budget lowers the rate over its last fifth."""
     held: Held = field(default_factory=Held)
     """Measurement of language models."""
+    rates: list[float] = field(default_factory=list)
+    """Learning rates from which each arm first chooses its own (none: that of its settings); see `rates.py`."""
     minutes: float = 0.0
     """Measured or expected wall time in minutes."""
     note: str = ""
@@ -117,6 +120,12 @@ class Recipe(Config):
             for arm in (*scale.arm_settings, *([scale.reference] if scale.reference else [])):
                 if arm not in arms:
                     raise ValueError(f"scales.{name} has no arm {arm!r}; {suggest(arm, arms)}")
+            if scale.rates and (len(set(scale.rates)) < FEWEST_RATES or min(scale.rates) <= 0):
+                raise ValueError(
+                    f"scales.{name}.rates must be at least {FEWEST_RATES} different positive numbers, got {scale.rates}"
+                )
+            if scale.rates and self.kind != "train":
+                raise ValueError(f"scales.{name}.rates are for kind: train; code of kind: measure calls rates.choose")
             if set(scale.budgets) != {"steps"} and scale.reference is None:
                 raise ValueError(f"scales.{name}.budgets {scale.budgets} need a reference, one of {', '.join(arms)}")
 

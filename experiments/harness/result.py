@@ -35,8 +35,10 @@ def identity_of(units: Iterable[Unit]) -> str:
     return digest(sorted([unit.arm, unit.seed, unit.identity] for unit in units))
 
 
-def collected(units: Sequence[Unit], finished: Sequence[Finished], processes: int) -> dict[str, Any]:
-    """Return the result of one scale: the rows of its units and their provenance."""
+def collected(
+    units: Sequence[Unit], finished: Sequence[Finished], processes: int, searched: float = 0.0
+) -> dict[str, Any]:
+    """Return the result of one scale: the rows of its units and their provenance; `searched` seconds count as work."""
     good = sorted(((units.index(unit), found) for unit, found in finished if "rows" in found), key=lambda item: item[0])
     sources = [found["provenance"] for _, found in good]
     machines = list({json.dumps(source["machine"]): source["machine"] for source in sources}.values())
@@ -45,7 +47,7 @@ def collected(units: Sequence[Unit], finished: Sequence[Finished], processes: in
         "units": len(units),
         "done": len(good),
         "processes": processes,
-        "seconds": round(sum(found["seconds"] for _, found in good), 1),
+        "seconds": round(searched + sum(found["seconds"] for _, found in good), 1),
         "dates": sorted({source["date"] for source in sources}),
         "commits": sorted({source["commit"] for source in sources}),
         "machines": machines,

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from experiments.harness.noise import Row
-from experiments.harness.train import InterruptedRunError, train_unit
+from experiments.harness.train import InterruptedRunError, search_unit, train_unit
 from experiments.harness.units import BEGUN, DONE, ON_A_GPU, Unit, function, kept
 from subquad.evaluation.provenance import provenance
 from subquad.training.checkpoint import write_atomically
@@ -130,8 +130,8 @@ def work(unit: Unit) -> dict[str, Any]:
 
 
 def _rows(unit: Unit) -> list[Row]:
-    if unit.kind == "train":
-        return train_unit(unit)
+    if unit.kind in ("train", "search"):
+        return train_unit(unit) if unit.kind == "train" else search_unit(unit)
     run = function(Path(unit.experiment), "run")
     if run is None:
         raise ValueError(f"{unit.experiment}: kind: measure needs a function run(unit) in experiment.py")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from experiments.harness.noise import Row
+from experiments.harness.rates import SHARE, choose, with_chosen_rate, with_rate
 from experiments.harness.recipe import Held, merged
 from experiments.harness.units import ON_A_GPU, Unit, function, held_of
 from subquad.cli.finishing import finish
@@ -23,6 +24,7 @@ from subquad.models.build import build_model
 from subquad.models.config import DecoderConfig
 from subquad.models.stacks import options_of
 from subquad.training import RunResult, TrainConfig, train
+from subquad.training.errors import NonFiniteError
 from subquad.training.progress import read_metrics
 
 DECAY = 0.2
@@ -85,6 +87,52 @@ def budget_steps(unit: Unit) -> dict[str, int]:
 
 def train_unit(unit: Unit) -> list[Row]:
     """Train and measure; return a row for each budget. Raises `InterruptedRunError` if the run was told to stop."""
+    unit, told = with_chosen_rate(unit)
+    return [{**row, **told} for row in _trained_rows(unit)]
+
+
+def search_unit(unit: Unit) -> list[Row]:
+    """Train for a third of the steps at each rate; return rates and losses, infinite for a run that failed."""
+
+    def loss(rate: float) -> float:
+        settings = with_rate(unit.settings, rate)
+        whole = train_config(unit, settings)
+        if whole.task not in ("language", "classify"):
+            raise ValueError(
+                f"rates are for the tasks language and classify, got {whole.task}: it has no part for them"
+            )
+        steps = max(1, whole.run.steps // SHARE)
+        shorter = {"schedule": {"warmup": whole.schedule.warmup // SHARE}}
+        place = str(Path(unit.folder) / f"rate-{rate:g}")
+        every = 0 if whole.reads_text else steps  # of a text, the run's own evaluation reads all that is held out
+        run = {"steps": steps, "save_every": steps, "eval_every": every, "eval_windows": 256, "folder": place}
+        try:
+            result = _trained(train_config(unit, merged(settings, shorter), **run))
+        except NonFiniteError:
+            return math.inf
+        found = _after(result, held_of(unit)) if result.config.reads_text else result.best_loss
+        return found if found is not None and math.isfinite(found) else math.inf
+
+    return [{"lr": rate, "loss": found} for rate, found in choose(unit.rates, loss).items()]
+
+
+def _after(result: RunResult, held: Held) -> float:
+    """Return the nats per token of the `held.tokens` tokens that follow those of the result."""
+    assert isinstance(result.corpus, Corpus)
+    tokens = result.corpus.held_out.tokens
+    if held.tokens is None or len(tokens) < 2 * held.tokens:
+        raise ValueError(
+            f"rates are chosen on held-out text after the result's: held.tokens must be at most half of its "
+            f"{len(tokens)} tokens, got {held.tokens}"
+        )
+    length = held.length or result.config.batch.length
+    size = result.config.batch.size
+    return evaluate(
+        result.model.model, tokens[held.tokens : 2 * held.tokens], length=length, stride=held.stride, batch_size=size
+    ).loss
+
+
+def _trained_rows(unit: Unit) -> list[Row]:
     budgets = budget_steps(unit)
     if len(budgets) == 1:
         ((name, steps),) = budgets.items()

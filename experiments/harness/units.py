@@ -39,7 +39,7 @@ class Unit:
     folder: str
     """Folder of the unit's files, from which an interrupted unit continues."""
     kind: str
-    """train or measure."""
+    """train, measure, or search (of a learning rate)."""
     identity: str
     """Hash of everything that affects the rows: settings and measuring code, but no paths."""
     training: str
@@ -48,6 +48,8 @@ class Unit:
     """Settings of the arm that sets the budgets."""
     budgets: tuple[str, ...] = ("steps",)
     held: dict[str, Any] | None = None
+    rates: tuple[float, ...] = ()
+    """Learning rates to choose from first (none: that of the settings)."""
     threads: int = 1
 
     @property
@@ -90,6 +92,7 @@ def units_of(
                 continue
             settings = plain(name)
             trained = [name, seed, settings, chosen.budgets, chosen.reference and plain(chosen.reference)]
+            trained += [chosen.rates, chosen.held.to_dict()] if chosen.rates else []
             found.append(
                 Unit(
                     experiment=str(experiment),
@@ -105,6 +108,7 @@ def units_of(
                     reference=reference,
                     budgets=tuple(chosen.budgets),
                     held=chosen.held.to_dict(),
+                    rates=tuple(chosen.rates),
                     threads=threads,
                 )
             )

@@ -114,7 +114,7 @@ def test_tables_and_plots_use_columns_of_the_result(name):
 
 
 def test_the_page_of_findings_is_that_of_the_results():
-    assert len(NAMES) == 23
+    assert len(NAMES) == 24
     page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
     assert page == findings(HOME, [HOME / name for name in NAMES]), "python -m experiments --findings docs/findings.md"
 

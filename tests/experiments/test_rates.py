@@ -1,0 +1,116 @@
+"""Each arm chooses its learning rate first: by short runs, with a seed and on text that its result never uses."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from experiments.harness import train as harness
+from experiments.harness.command import main
+from experiments.harness.rates import SEED, choose, searches_of, with_rate
+from experiments.harness.recipe import Recipe, merged
+from experiments.harness.result import read_result
+from subquad.data import prepare
+from subquad.training import TrainConfig
+from subquad.training.progress import read_metrics
+from tests.experiments.helpers import change, planned
+
+RATES = [1e-4, 1e-2, 1e30]
+SCALE = {"seeds": [0, 1], "held": {"tokens": 64}, "rates": RATES}
+
+
+def searched(experiments, **scale):
+    """Give `trained` one arm and rates."""
+    settings = {"run": {"steps": 7}, "schedule": {"warmup": 3}}
+    change(experiments / "trained", settings, arms={"full": {}}, scales={"cpu": merged(SCALE, scale)})
+    return experiments / "trained"
+
+
+def other_task(experiments, **settings):
+    """Return the search of `trained` with another task, which reads no text."""
+    folder = searched(experiments)
+    change(folder, settings)
+    text = (folder / "recipe.yaml").read_text()
+    (folder / "recipe.yaml").write_text(text.replace("  data:\n    path: '@little'\n    tokenizer: bytes\n", ""))
+    return searches_of(planned(folder))[0]
+
+
+@pytest.mark.parametrize(
+    ("best", "tried"),
+    [
+        (0.02, [0.01, 0.02, 0.04]),
+        (0.01, [0.005, 0.01, 0.02, 0.04]),
+        (0.003, [0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04]),
+        (0.15, [0.01, 0.02, 0.04, 0.08, 0.16, 0.32]),
+    ],
+)
+def test_the_series_goes_on_while_the_best_rate_is_at_its_end(best, tried):
+    found = choose([0.01, 0.02, 0.04], lambda rate: abs(math.log(rate / best)))
+    assert sorted(found) == tried
+    assert next(iter(found)) == min(tried, key=lambda rate: abs(math.log(rate / best)))
+
+
+def test_a_failed_rate_is_never_the_best_and_failures_end_the_series():
+    assert next(iter(choose([1, 2, 3], lambda rate: math.inf if rate > 2 else 1 / rate))) == 2
+    assert len(choose([1, 2, 3], lambda rate: math.inf)) == 3
+
+
+def test_the_rate_of_matrices_keeps_its_ratio():
+    settings = {"optimizer": {"name": "muon", "lr": 0.012, "matrix_lr": 0.004}}
+    assert with_rate(settings, 0.006)["optimizer"] == {"name": "muon", "lr": 0.006, "matrix_lr": 0.002}
+    assert with_rate({}, 0.006) == {"optimizer": {"lr": 0.006}}
+
+
+def test_an_arm_is_searched_once_and_its_seeds_use_the_best_rate(experiments, capsys, monkeypatch):
+    folder, read, evaluate = searched(experiments), [], harness.evaluate
+
+    def spy(model, tokens, **options):
+        read.append(tokens.tolist())
+        return evaluate(model, tokens, **options)
+
+    monkeypatch.setattr(harness, "evaluate", spy)
+    command = ("trained", "--folder", "experiments", "--processes", "1", "--work", "w")
+    assert main(command) == 0
+    told = capsys.readouterr().err
+    assert f"1 of 1: full, seed {SEED}, " in told
+    assert "2 of 2: full, seed 1, " in told
+    rows = read_result(folder)["cpu"]["rows"]
+    assert [(row["seed"], row["lr"], row["steps"]) for row in rows] == [(0, 1e-2, 7), (1, 1e-2, 7)]
+    assert all(row["lr_tried"].startswith("0.0001: 5.") for row in rows)
+    assert all(row["lr_tried"].endswith("; 1e+30: inf") for row in rows)
+    own = {row["seed"]: TrainConfig.from_file(f"w/trained/cpu/full-{row['seed']}/run/config.yaml") for row in rows}
+    assert {config.optimizer.lr for config in own.values()} == {1e-2}
+    search = TrainConfig.from_file("w/trained/cpu/full-rates/rate-0.01/config.yaml")
+    assert (search.run.seed, search.run.steps, search.schedule.warmup) == (SEED, 2, 1)
+    assert not any("held_out_loss" in record for record in read_metrics(Path("w/trained/cpu/full-rates/rate-0.01")))
+    held_out = prepare(own[0].data).held_out.tokens[:128].tolist()
+    assert read == [held_out[64:]] * 2 + [held_out[:64]] * 2  # two rates without a failure, then two seeds
+
+    assert main(command) == 0
+    assert capsys.readouterr().err == ""  # nothing is searched or trained again
+    before = {unit.identity for unit in planned(folder)}
+    searched(experiments, rates=[1e-4, 1e-2, 0.1])
+    assert not before & {unit.identity for unit in planned(folder)}
+
+
+def test_a_classifier_chooses_on_its_validation_part(experiments):
+    unit = other_task(experiments, task="classify", classify={"examples": 40, "held_out": 8})
+    rows = harness.search_unit(unit)
+    assert [row["lr"] for row in rows][-1] == RATES[-1]  # it fails
+    assert all(0 < row["loss"] < 5 for row in rows[:-1])
+
+
+def test_what_cannot_be_searched_is_refused(experiments):
+    (search,) = searches_of(planned(searched(experiments, held={"tokens": 10**9})))
+    with pytest.raises(ValueError, match=r"held\.tokens must be at most half of its \d+ tokens, got 1000000000"):
+        harness.search_unit(search)
+    with pytest.raises(ValueError, match="rates are for the tasks language and classify, got probe"):
+        harness.search_unit(other_task(experiments, task="probe", batch={"length": 32}))
+    for kind, rates, message in (
+        ("train", [0.1, 0.2], "rates must be at least 3 different positive numbers, got"),
+        ("train", [0.1, 0.2, 0.1], "rates must be at least 3 different positive numbers, got"),
+        ("train", [0.1, 0.2, 0], "rates must be at least 3 different positive numbers, got"),
+        ("measure", RATES, "rates are for kind: train"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Recipe.from_dict({"kind": kind, "arms": {"a": {}}, "scales": {"cpu": {"rates": rates}}})
