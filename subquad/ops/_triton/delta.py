@@ -49,7 +49,7 @@ class DeltaInputs(Inputs):
         most = 32 if self.K <= 128 and self.precision != "ieee" else 16
         self.block_v = min(common.tile(self.V), most)
         # Without tensor cores (`ieee`) the operands of a product lie in registers.
-        self.warps = 8 if self.K > 128 or self.precision == "ieee" else 4
+        self.warps = (8 if self.K > 128 else 4) * (2 if self.precision == "ieee" else 1)
         self.v_tiles = -(-self.V // self.block_v)
 
     def walk(self, *others: Tensor) -> dict[str, Any]:
