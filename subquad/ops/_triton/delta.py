@@ -46,10 +46,11 @@ class DeltaInputs(Inputs):
     ) -> None:
         super().__init__(q, k, v, log_f, mask, normalise=False)
         self.beta, self.kept = beta[..., 0].float().contiguous(), state_dtype(self.precision)
-        most = 32 if self.K <= 128 and self.precision != "ieee" else 16
+        plain = self.constants()["PRECISION"] == "ieee"
+        most = 32 if self.K <= 128 and not plain else 16
         self.block_v = min(common.tile(self.V), most)
         # Without tensor cores (`ieee`) the operands of a product lie in registers.
-        self.warps = (8 if self.K > 128 else 4) * (2 if self.precision == "ieee" else 1)
+        self.warps = (8 if self.K > 128 else 4) * (2 if plain else 1)
         self.v_tiles = -(-self.V // self.block_v)
 
     def walk(self, *others: Tensor) -> dict[str, Any]:
