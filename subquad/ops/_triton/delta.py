@@ -119,6 +119,7 @@ def delta_scan_triton(
     x = DeltaInputs(q_BGTK, k_BGTK, v_BHTV, beta_BHT1, log_f_BHTF, mask_BT)
     first = None if state_BHKV is None else state_BHKV.contiguous()
     out, last = by_token(x.v, *x.v.shape), x.v.new_empty(x.B, x.H, x.K, x.V, dtype=torch.float32)
+    nothing = last.new_empty(0, dtype=x.kept)
     if x.T == 1 and not save:
         common.launch(
             delta_step_kernel,
@@ -127,7 +128,7 @@ def delta_scan_triton(
             *common.strides(x.q, x.i, x.v, x.log_f, dims=2),
             **{name: value for name, value in x.walk().items() if name in STEP},
         )
-        return out, last, *(last.new_empty(0, dtype=x.kept) for _ in range(3))
+        return out, last, nothing, nothing.clone(), nothing.clone()
     X, states = x.per_chunk(*triangle_shape(x.precision)), x.per_chunk(x.K, x.V)
     u, e = x.per_token(), x.per_token() if save else None
     common.launch(
@@ -151,7 +152,7 @@ def delta_scan_triton(
     launch_outputs(x, states, last, out, last, 0.0, delta=True)
     if e is not None:
         return out, last, e, states, X
-    return out, last, *(last.new_empty(0, dtype=x.kept) for _ in range(3))
+    return out, last, nothing, nothing.clone(), nothing.clone()
 
 
 @delta_scan_triton.register_fake
@@ -210,7 +211,8 @@ def _key_gradients(
     dk = by_token(x.i, *x.i.shape) if x.share == 1 else wide
     g_wide = dlog_f = grad.new_empty(0)
     if x.log_f is not None and x.decay == "channel":
-        g_wide, dlog_f = by_token(x.log_f, *x.log_f.shape, torch.float32), by_token(x.log_f, *x.log_f.shape)
+        dlog_f = by_token(x.log_f, *x.log_f.shape)
+        g_wide = torch.empty_like(dlog_f, dtype=torch.float32)
     elif x.log_f is not None:
         parts = grad.new_empty(2, k_tiles, x.B, x.T, x.H, dtype=torch.float32)
         g_wide, dlog_f = parts
