@@ -46,10 +46,11 @@ class DeltaInputs(Inputs):
     ) -> None:
         super().__init__(q, k, v, log_f, mask, normalise=False)
         self.beta, self.kept = beta[..., 0].float().contiguous(), state_dtype(self.precision)
-        most = 32 if self.K <= 128 and self.precision != "ieee" else 16
+        plain = self.constants()["PRECISION"] == "ieee"
+        most = 32 if self.K <= 128 and not plain else 16
         self.block_v = min(common.tile(self.V), most)
         # Without tensor cores (`ieee`) the operands of a product lie in registers.
-        self.warps = 8 if self.K > 128 or self.precision == "ieee" else 4
+        self.warps = (8 if self.K > 128 else 4) * (2 if plain else 1)
         self.v_tiles = -(-self.V // self.block_v)
 
     def walk(self, *others: Tensor) -> dict[str, Any]:
@@ -118,6 +119,7 @@ def delta_scan_triton(
     x = DeltaInputs(q_BGTK, k_BGTK, v_BHTV, beta_BHT1, log_f_BHTF, mask_BT)
     first = None if state_BHKV is None else state_BHKV.contiguous()
     out, last = by_token(x.v, *x.v.shape), x.v.new_empty(x.B, x.H, x.K, x.V, dtype=torch.float32)
+    nothing = last.new_empty(0, dtype=x.kept)
     if x.T == 1 and not save:
         common.launch(
             delta_step_kernel,
@@ -126,7 +128,7 @@ def delta_scan_triton(
             *common.strides(x.q, x.i, x.v, x.log_f, dims=2),
             **{name: value for name, value in x.walk().items() if name in STEP},
         )
-        return out, last, *(last.new_empty(0, dtype=x.kept) for _ in range(3))
+        return out, last, nothing, nothing.clone(), nothing.clone()
     X, states = x.per_chunk(*triangle_shape(x.precision)), x.per_chunk(x.K, x.V)
     u, e = x.per_token(), x.per_token() if save else None
     common.launch(
@@ -150,7 +152,7 @@ def delta_scan_triton(
     launch_outputs(x, states, last, out, last, 0.0, delta=True)
     if e is not None:
         return out, last, e, states, X
-    return out, last, *(last.new_empty(0, dtype=x.kept) for _ in range(3))
+    return out, last, nothing, nothing.clone(), nothing.clone()
 
 
 @delta_scan_triton.register_fake
@@ -209,7 +211,8 @@ def _key_gradients(
     dk = by_token(x.i, *x.i.shape) if x.share == 1 else wide
     g_wide = dlog_f = grad.new_empty(0)
     if x.log_f is not None and x.decay == "channel":
-        g_wide, dlog_f = by_token(x.log_f, *x.log_f.shape, torch.float32), by_token(x.log_f, *x.log_f.shape)
+        dlog_f = by_token(x.log_f, *x.log_f.shape)
+        g_wide = torch.empty_like(dlog_f, dtype=torch.float32)
     elif x.log_f is not None:
         parts = grad.new_empty(2, k_tiles, x.B, x.T, x.H, dtype=torch.float32)
         g_wide, dlog_f = parts
