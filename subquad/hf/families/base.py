@@ -56,6 +56,22 @@ class Family:
     """`model_type` of the models for images and text whose language model, with its `text_config`, it is."""
 
 
+NAMES = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "max_positions": "max_position_embeddings",
+    "attention_dropout": "attention_dropout",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+"""Settings that most families name alike, ours to theirs, for `taken` and `given`."""
+RMS_NAMES = NAMES | {"num_kv_heads": "num_key_value_heads", "norm_eps": "rms_norm_eps"}
+SWIGLU = {"silu": "swiglu", "swish": "swiglu"}
+"""Our feed-forward network by their activation, in families that have a gate."""
+
+
 def same(theirs: str, ours: str) -> Move:
     """Keep a tensor unchanged."""
     return Move(theirs, (ours,), lambda x: (x,), lambda parts: parts[0])

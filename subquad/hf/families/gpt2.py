@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from subquad.hf.families.base import Family, Move, activation, require, same, stacked, transposed
+from subquad.hf.families.base import Family, Move, activation, given, require, same, stacked, taken, transposed
 from subquad.models.config import DecoderConfig
 
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_NAMES = {
+    "vocab_size": "vocab_size",
+    "dim": "n_embd",
+    "num_layers": "n_layer",
+    "num_heads": "n_head",
+    "max_positions": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+    "dropout": "resid_pdrop",
+    "attention_dropout": "attn_pdrop",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
 
 
 def _settings(config: Any) -> dict[str, Any]:
@@ -18,39 +30,23 @@ def _settings(config: Any) -> dict[str, Any]:
             f"resid_pdrop={config.resid_pdrop}; set both to the same value"
         )
     return {
-        "vocab_size": config.vocab_size,
-        "dim": config.n_embd,
-        "num_layers": config.n_layer,
-        "num_heads": config.n_head,
+        **taken(config, _NAMES),
         "ff_dim": 4 * config.n_embd if config.n_inner is None else config.n_inner,
         "norm": "layer",
-        "norm_eps": config.layer_norm_epsilon,
         "feedforward": activation(config, "activation_function", _ACTIVATIONS),
         "position": "learned",
-        "max_positions": config.n_positions,
         "bias": True,
         "dropout": float(config.resid_pdrop),
         "attention_dropout": float(config.attn_pdrop),
-        "tie_embeddings": config.tie_word_embeddings,
-        "init_std": config.initializer_range,
     }
 
 
 def _config(config: DecoderConfig) -> dict[str, Any]:
     return {
-        "vocab_size": config.vocab_size,
-        "n_embd": config.dim,
-        "n_layer": config.num_layers,
-        "n_head": config.num_heads,
+        **given(config, _NAMES),
         "n_inner": config.ff_dim,
-        "n_positions": config.max_positions,
-        "layer_norm_epsilon": config.norm_eps,
         "activation_function": "gelu" if config.feedforward == "gelu" else "gelu_new",
-        "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
-        "attn_pdrop": config.attention_dropout,
-        "tie_word_embeddings": config.tie_embeddings,
-        "initializer_range": config.init_std,
     }
 
 

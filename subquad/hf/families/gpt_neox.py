@@ -5,53 +5,36 @@ from __future__ import annotations
 from typing import Any
 
 from subquad.hf.families import rope
-from subquad.hf.families.base import Family, Move, activation, same, stacked
+from subquad.hf.families.base import NAMES, Family, Move, activation, given, same, stacked, taken
 from subquad.models.config import DecoderConfig
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+_NAMES = NAMES | {
+    "ff_dim": "intermediate_size",
+    "norm_eps": "layer_norm_eps",
+    "parallel_residual": "use_parallel_residual",
+    "dropout": "hidden_dropout",
+    "qkv_bias": "attention_bias",
+}
 
 
 def _settings(config: Any) -> dict[str, Any]:
     return {
-        "vocab_size": config.vocab_size,
-        "dim": config.hidden_size,
-        "num_layers": config.num_hidden_layers,
-        "num_heads": config.num_attention_heads,
-        "ff_dim": config.intermediate_size,
+        **taken(config, _NAMES),
         "norm": "layer",
-        "norm_eps": config.layer_norm_eps,
         "feedforward": activation(config, "hidden_act", _ACTIVATIONS),
-        "parallel_residual": config.use_parallel_residual,
         "position": "rope",
-        "max_positions": config.max_position_embeddings,
-        "qkv_bias": config.attention_bias,
         "out_bias": config.attention_bias,
         "ff_bias": True,
         "dropout": float(config.hidden_dropout),
         "attention_dropout": float(config.attention_dropout),
-        "tie_embeddings": config.tie_word_embeddings,
-        "init_std": config.initializer_range,
         **rope.read(config, partial=True),
     }
 
 
 def _config(config: DecoderConfig) -> dict[str, Any]:
-    values = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "intermediate_size": config.ff_dim,
-        "layer_norm_eps": config.norm_eps,
-        "hidden_act": "gelu" if config.feedforward == "gelu" else "gelu_new",
-        "use_parallel_residual": config.parallel_residual,
-        "attention_bias": config.qkv_bias,
-        "hidden_dropout": config.dropout,
-        "attention_dropout": config.attention_dropout,
-        "tie_word_embeddings": config.tie_embeddings,
-        "initializer_range": config.init_std,
-        **rope.write(config),
-    }
+    activation_name = "gelu" if config.feedforward == "gelu" else "gelu_new"
+    values = {**given(config, _NAMES), "hidden_act": activation_name, **rope.write(config)}
     values["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
     return values
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from subquad.hf.families import rope
 from subquad.hf.families.base import (
+    RMS_NAMES,
+    SWIGLU,
     Family,
     Move,
     activation,
@@ -22,18 +24,6 @@ from subquad.hf.families.mamba2 import mixer_moves, step_limits
 from subquad.models.config import DecoderConfig
 
 KINDS = {"linear_attention": "mamba2", "full_attention": "full"}
-_NAMES = {
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "norm_eps": "rms_norm_eps",
-    "max_positions": "max_position_embeddings",
-    "attention_dropout": "attention_dropout",
-    "tie_embeddings": "tie_word_embeddings",
-    "init_std": "initializer_range",
-}
 _MIXER = {
     "num_heads": "mamba_n_heads",
     "state_channels": "mamba_d_state",
@@ -53,13 +43,13 @@ _OWN = {
 def hybrid_settings(config: Any, own: dict[str, str]) -> dict[str, Any]:
     """Return the settings but positions of Mamba-2 and full attention by layer; `own` maps our names to theirs."""
     require(config, mamba_conv_bias=True, head_dim=config.hidden_size // config.num_attention_heads)
-    mamba = {"step_limits": step_limits(config.time_step_limit), "norm_eps": config.rms_norm_eps}
+    mamba = {"step_limits": step_limits(config.time_step_limit), "norm_eps": config.rms_norm_eps, "dropout": 0.0}
     return {
-        **taken(config, _NAMES | own),
+        **taken(config, RMS_NAMES | own),
         "attention": layer_kinds(config, KINDS),
         "options": {"full": {"bias": config.attention_bias}, "mamba2": taken(config, _MIXER) | mamba},
         "norm": "rms",
-        "feedforward": activation(config, "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),
+        "feedforward": activation(config, "hidden_act", SWIGLU),
         "attention_dropout": float(config.attention_dropout or 0.0),
         "position": "none",
     }
@@ -69,7 +59,7 @@ def hybrid_config(config: DecoderConfig, own: dict[str, str]) -> dict[str, Any]:
     """Return the values of their configuration that `hybrid_settings` reads."""
     mamba = mixer(config, "mamba2")
     return {
-        **given(config, _NAMES | own),
+        **given(config, RMS_NAMES | own),
         **given(mamba, _MIXER),
         "mamba_d_head": mamba.values,
         "time_step_limit": mamba.step_limits or (0.0, math.inf),

@@ -6,30 +6,32 @@ from functools import partial
 from typing import Any
 
 from subquad.hf.families import rope
-from subquad.hf.families.base import Family, Move, activation, layer_kinds, require, same
+from subquad.hf.families.base import (
+    RMS_NAMES,
+    SWIGLU,
+    Family,
+    Move,
+    activation,
+    given,
+    layer_kinds,
+    require,
+    same,
+    taken,
+)
 from subquad.models.config import DecoderConfig
 
-_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu"}
+_NAMES = RMS_NAMES | {"ff_dim": "intermediate_size"}
 
 
 def _shared(config: Any) -> dict[str, Any]:
     """Return the settings that all three families name alike."""
     return {
-        "vocab_size": config.vocab_size,
-        "dim": config.hidden_size,
-        "num_layers": config.num_hidden_layers,
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads,
+        **taken(config, _NAMES),
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "ff_dim": config.intermediate_size,
         "norm": "rms",
-        "norm_eps": config.rms_norm_eps,
-        "feedforward": activation(config, "hidden_act", _ACTIVATIONS),
+        "feedforward": activation(config, "hidden_act", SWIGLU),
         "position": "rope",
-        "max_positions": config.max_position_embeddings,
         "attention_dropout": float(config.attention_dropout or 0.0),
-        "tie_embeddings": config.tie_word_embeddings,
-        "init_std": config.initializer_range,
         **rope.read(config),
     }
 
@@ -48,20 +50,7 @@ def _qwen_settings(config: Any, *, three: bool) -> dict[str, Any]:
 
 
 def _config(config: DecoderConfig, *, family: str) -> dict[str, Any]:
-    values = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "intermediate_size": config.ff_dim,
-        "rms_norm_eps": config.norm_eps,
-        "hidden_act": "silu",
-        "attention_dropout": config.attention_dropout,
-        "tie_word_embeddings": config.tie_embeddings,
-        "initializer_range": config.init_std,
-        **rope.write(config),
-    }
+    values = {**given(config, _NAMES), "hidden_act": "silu", **rope.write(config)}
     if family != "qwen2" or config.head_dim != config.dim // config.num_heads:
         values["head_dim"] = config.head_dim
     if family != "qwen2":

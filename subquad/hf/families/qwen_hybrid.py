@@ -10,6 +10,8 @@ from typing import Any
 
 from subquad.hf.families import rope
 from subquad.hf.families.base import (
+    RMS_NAMES,
+    SWIGLU,
     Family,
     Move,
     activation,
@@ -24,20 +26,7 @@ from subquad.hf.families.base import (
 from subquad.models.config import DecoderConfig
 
 _KINDS = {"linear_attention": "gated_delta_net", "full_attention": "full"}
-_NAMES = {
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "ff_dim": "intermediate_size",
-    "norm_eps": "rms_norm_eps",
-    "max_positions": "max_position_embeddings",
-    "attention_dropout": "attention_dropout",
-    "tie_embeddings": "tie_word_embeddings",
-    "init_std": "initializer_range",
-}
+_NAMES = RMS_NAMES | {"head_dim": "head_dim", "ff_dim": "intermediate_size"}
 _MIXER = {
     "num_heads": "linear_num_value_heads",
     "key_channels": "linear_key_head_dim",
@@ -57,7 +46,7 @@ def _settings(config: Any) -> dict[str, Any]:
         "options": {"full": {"output_gate": True, "bias": config.attention_bias}, "gated_delta_net": delta},
         "norm": "zero_centred_rms",
         "qk_norm": True,
-        "feedforward": activation(config, "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),
+        "feedforward": activation(config, "hidden_act", SWIGLU),
         "position": "rope",
         "attention_dropout": float(config.attention_dropout),
         **rope.read(config, partial=True),
