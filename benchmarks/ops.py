@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any, NamedTuple, Unpack, cast
 
@@ -63,7 +64,8 @@ def measure_ops(config: OpsConfig | None = None, /, **running: Unpack[Running]) 
 def rows_of_length(config: OpsConfig, cases: list[Case], earlier: list[Row], tokens: int, late: bool) -> list[Row]:
     """Return the rows of one length, with the first case as their base, and add them to those of earlier lengths.
 
-    A pass that would take longer than `config.limit`, by its time at an earlier length, is skipped.
+    A pass that would take longer than `config.limit`, by its time at an earlier length, is skipped, and on a CPU one
+    that would need more than four fifths of the memory, by its peak there: the system would end the process.
     """
     torch.compiler.reset()  # FlexAttention compiles for each length and would fill the compiler's cache
     lines = list[Line]()
@@ -76,11 +78,13 @@ def rows_of_length(config: OpsConfig, cases: list[Case], earlier: list[Row], tok
     for n, line in enumerate(lines):
         for which in passes:
             if which in line.case.passes and isinstance(line.operator, Operator):
-                expected = _expected(earlier, line, which)
-                if expected <= config.limit:
-                    runs[Key(n, which)] = line.operator.run(which)
+                seconds, needed = _expected(earlier, line, which)
+                if seconds > config.limit:
+                    skipped[Key(n, which)] = Failure("skipped", f"it could take {seconds:,.0f} s a pass")
+                elif config.device == "cpu" and needed > 0.8 * total_memory():
+                    skipped[Key(n, which)] = Failure("skipped", f"it could need {needed / 2**30:,.1f} GiB")
                 else:
-                    skipped[Key(n, which)] = Failure("skipped", f"it could take {expected:,.0f} s a pass")
+                    runs[Key(n, which)] = line.operator.run(which)
     times = skipped | interleave(
         runs,
         clock=clock_of(config.device),
@@ -96,12 +100,23 @@ def rows_of_length(config: OpsConfig, cases: list[Case], earlier: list[Row], tok
     return rows
 
 
-def _expected(earlier: list[Row], line: Line, which: Pass) -> float:
-    """Return the seconds that a pass may take: those at the longest earlier length, times the square of the ratio."""
+def total_memory() -> int:
+    """Return the bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _expected(earlier: list[Row], line: Line, which: Pass) -> tuple[float, float]:
+    """Return the seconds and bytes that a pass may take, by the longest earlier length.
+
+    Seconds grow by the square of the ratio of lengths, bytes by the ratio.
+    """
     label, tokens = line.case.label(line.shape), line.shape.tokens
     known = [row for row in earlier if (row["label"], row["pass"], row["status"]) == (label, which, "ok")]
     longest = max(known, key=lambda row: row["tokens"], default=None)
-    return 0.0 if longest is None else longest["median_s"] * (tokens / longest["tokens"]) ** 2
+    if longest is None:
+        return 0.0, 0.0
+    ratio = tokens / longest["tokens"]
+    return longest["median_s"] * ratio**2, (longest.get("peak_bytes") or 0) * ratio
 
 
 def _shapes(config: OpsConfig, case: Case, tokens: int) -> list[Shape]:

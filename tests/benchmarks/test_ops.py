@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import operators as _cases
+from benchmarks import ops
 from benchmarks import peers as _peers
 from benchmarks.config import LayersConfig, OpsConfig
 from benchmarks.layers import measure_layers
@@ -136,6 +137,19 @@ def test_a_pass_that_would_take_too_long_by_the_square_of_its_tokens_is_skipped(
     assert [rows[tokens]["status"] for tokens in (16, 32, 128)] == ["ok", "ok", "skipped"]
     assert re.match(r"it could take \d+ s a pass", rows[128]["message"])
     assert {row["status"] for row in report.rows if row["name"] == "sdpa"} == {"ok"}
+
+
+def test_a_pass_that_would_need_too_much_memory_by_its_tokens_is_skipped(monkeypatch):
+    """640 kB at 16 tokens would be 1.28 MB at 32, beyond four fifths of 1 MiB."""
+
+    def make(shape, backend):
+        return Operator(shape.qkv(), lambda q, k, v: v + v.new_zeros(shape.tokens, 10_000).sum())
+
+    replaced(monkeypatch, "linear", make)
+    monkeypatch.setattr(ops, "total_memory", lambda: 2**20)
+    report = measure_ops(OpsConfig(mechanisms=["linear"], tokens=[16, 32], **{**TINY, "passes": ["forward"]}))
+    assert [row["status"] for row in report.rows if row["name"] == "linear"] == ["ok", "skipped"]
+    assert re.match(r"it could need \d+\.\d GiB", report.rows[-1]["message"])
 
 
 def test_whole_layers_are_timed_beside_full_attention():
