@@ -49,15 +49,14 @@ def test_same_maths_is_for_float64(pair):
         assert_same_maths(*pair)
 
 
-@pytest.mark.parametrize(("dtype", "roundings"), [(torch.float32, 5), (torch.bfloat16, 1), (torch.float16, 1)])
-def test_the_budget_is_twice_the_plain_error_and_the_dtypes_roundings(dtype, roundings):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_budget_is_twice_the_plain_error_and_one_rounding(dtype):
     eps, nothing = torch.finfo(dtype).eps, torch.zeros(2, 0, 3)
     assert_in_budget(nothing, nothing, nothing, dtype)
     exact = torch.tensor([4.0, -1.0], dtype=torch.float64)
-    inside, outside = ((4 * roundings + more) * eps for more in (-0.1, 0.1))
-    assert_in_budget(exact + inside, exact, exact, dtype)
-    assert_in_budget(exact + 2 * eps + inside, exact + eps, exact, dtype)
-    for actual, plain in ((exact + outside, exact), (exact + 2 * eps + outside, exact + eps)):
+    assert_in_budget(exact + 3.9 * eps, exact, exact, dtype)
+    assert_in_budget(exact + 5.9 * eps, exact + eps, exact, dtype)
+    for actual, plain in ((exact + 4.1 * eps, exact), (exact + 6.1 * eps, exact + eps)):
         with pytest.raises(AssertionError, match=r"an output: error .* exceeds .* "):
             assert_in_budget(actual, plain, exact, dtype, "an output")
 

@@ -12,6 +12,8 @@ SIZES = {"dim": 16, "num_heads": 2}
 class TestElita(AttentionContract):
     """Most tests read past the horizon."""
 
+    judged_together = 3
+
     name = "elita"
     options = {"horizon": 40}
 
