@@ -1,12 +1,16 @@
-"""Peak memory of a call."""
+"""Peak memory of a call, and freed memory that has become scarce."""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from subquad.memory import free_bytes, total_bytes
 
 
 def peak_bytes(f: Callable[[], object], device: torch.device | str) -> int:
@@ -33,3 +37,16 @@ def peak_bytes(f: Callable[[], object], device: torch.device | str) -> int:
         held += nbytes
         peak = max(peak, held)
     return peak
+
+
+def return_scarce_memory() -> bool:
+    """Give freed memory back to the system if less than half of all is left; return whether it did.
+
+    Tensors of many sizes leave holes in a heap that keeps all of it. transformers' delta rule, whose loop saves 63 of
+    growing size, holds 0.9 GiB at 16,384 tokens and took 24 GiB after a few calls.
+    """
+    free, total = free_bytes("cpu"), total_bytes("cpu")
+    if sys.platform != "linux" or free is None or total is None or free > total // 2:
+        return False
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim is not None and bool(trim(0))

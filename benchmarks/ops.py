@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 from functools import partial
 from typing import Any, NamedTuple, Unpack, cast
 
@@ -14,6 +14,7 @@ from benchmarks.measuring import OUT_OF_TIME, Running, by_length, check_there, k
 from benchmarks.operators import PRODUCTS, Case, Operator, Pass, Shape, check_mechanisms, our_cases, sdpa
 from benchmarks.report import Report, Row
 from benchmarks.timing import Failure, Run, Timing, attempt, clock_of, interleave
+from subquad.memory import total_bytes
 
 
 class Line(NamedTuple):
@@ -81,7 +82,7 @@ def rows_of_length(config: OpsConfig, cases: list[Case], earlier: list[Row], tok
                 seconds, needed = _expected(earlier, line, which)
                 if seconds > config.limit:
                     skipped[Key(n, which)] = Failure("skipped", f"it could take {seconds:,.0f} s a pass")
-                elif config.device == "cpu" and needed > 0.8 * total_memory():
+                elif config.device == "cpu" and needed > 0.8 * (total_bytes("cpu") or math.inf):
                     skipped[Key(n, which)] = Failure("skipped", f"it could need {needed / 2**30:,.1f} GiB")
                 else:
                     runs[Key(n, which)] = line.operator.run(which)
@@ -98,11 +99,6 @@ def rows_of_length(config: OpsConfig, cases: list[Case], earlier: list[Row], tok
                 rows.append(_row(line, which, times.get(Key(n, which)), times.get(Key(0, which))))
     earlier += rows
     return rows
-
-
-def total_memory() -> int:
-    """Return the bytes of this machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _expected(earlier: list[Row], line: Line, which: Pass) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from benchmarks.memory import return_scarce_memory
 from subquad.memory import keep_freed_memory
 
 Key = TypeVar("Key", bound=Hashable)
@@ -129,7 +130,7 @@ def interleave(
     """Time each run `repeats` times in turns, after one uncounted call of each.
 
     If `repeats` is None, as many rounds run as fit into `seconds`: at least 5, or 3 if a call takes more than 2 s, and
-    at most `most`. A run that fails isn't called again. The process keeps freed memory.
+    at most `most`. A run that fails isn't called again. The process keeps freed memory, unless it becomes scarce.
     """
     keep_freed_memory()
     taken: dict[Key, list[float]] = {key: [] for key in runs}
@@ -140,6 +141,7 @@ def interleave(
             if key in failed:
                 continue
             result = attempt(clock, run)
+            return_scarce_memory()
             if isinstance(result, Failure):
                 failed[key] = result
             elif counts:

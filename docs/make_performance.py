@@ -122,7 +122,7 @@ def main() -> None:
         reports = [Report.load(file) for file in files]
         if len({report.stem for report in reports}) > 1:
             parser.error(f"--runs are repeats of one command, got {', '.join(report.stem for report in reports)}")
-        pages.keep(pages.RESULTS / f"{reports[0].stem}_runs.json", [kept(report) for report in reports])
+        keep_runs(pages.RESULTS / f"{reports[0].stem}_runs.json", [kept(report) for report in reports])
     for stem in dict.fromkeys(stem for stem, _ in PICTURES):
         report = loaded(stem)
         if report is not None:
@@ -164,9 +164,9 @@ def cells(what: str) -> Iterator[Cell]:
                     found = partial(_over, name, f"transformers, {name}", tokens, which)
                     aim = least if tokens == 16384 else None
                     yield Cell(f"{SCANS[name]}, {PASSES[which]}, / transformers", f"T = {tokens:,}", found, aim)
-        for name in (*(name for name in OPERATORS if name not in SCANS), "window"):
+        for name in (*OPERATORS, "window"):
             for tokens in LENGTHS:
-                yield Cell(f"{name}, in + out / peak memory", f"T = {tokens:,}", partial(_lean, name, tokens), LEAN)
+                yield Cell(f"{SCANS.get(name, name)}, in + out / peak memory", f"T = {tokens:,}", partial(_lean, name, tokens), LEAN)
         named = SCANS | {f"transformers, {name}": f"{SCANS[name]}, transformers" for name in THEIRS}
         for name, shown in named.items():
             for tokens in LENGTHS:
@@ -211,12 +211,26 @@ def kept(report: Report) -> dict[str, Any]:
     return {**made, "machine": described(report.provenance["machine"]), "command": report.command, "found": found}
 
 
+def keep_runs(file: Path, made: list[dict[str, Any]]) -> None:
+    """Write runs to `file`, in place of those of the same machine, before those of others."""
+    there = pages.read(file) if file.is_file() else []
+    pages.keep(file, [*made, *(run for run in there if run["machine"] != made[0]["machine"])])
+
+
 def runs(what: str) -> str:
-    """Return the values of several runs, each aim met or missed by their median, and what the runs were."""
+    """Return a table for each machine: the values of its runs, each aim met or missed by their median."""
     file = pages.RESULTS / f"cpu_{what}_runs.json"
     if not file.is_file():
         return _waiting(f"cpu_{what}")
-    made, judged = pages.read(file), list[bool]()
+    machines: dict[str, list[dict[str, Any]]] = {}
+    for run in pages.read(file):
+        machines.setdefault(run["machine"], []).append(run)
+    return "\n\n".join(runs_of(what, made) for made in machines.values())
+
+
+def runs_of(what: str, made: list[dict[str, Any]]) -> str:
+    """Return the table of one machine's runs, and what they were."""
+    judged = list[bool]()
     grid: dict[str, dict[str, str]] = {}
     for cell in cells(what):
         if not any(cell.key in run["found"] for run in made):

@@ -1,8 +1,12 @@
-"""The peak memory of a call."""
+"""The peak memory of a call, and freed memory that goes back to the system."""
 
+import sys
+
+import pytest
 import torch
 
-from benchmarks.memory import peak_bytes
+from benchmarks import memory
+from benchmarks.memory import peak_bytes, return_scarce_memory
 
 
 def test_the_peak_counts_results_and_nothing_allocated_before():
@@ -17,3 +21,14 @@ def test_the_peak_counts_results_and_nothing_allocated_before():
     before = torch.ones(500)
     assert peak_bytes(before.clone, "cpu") == 4 * 500
     assert peak_bytes(before.zero_, "cpu") == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_freed_memory_goes_back_to_the_system_only_when_it_is_scarce(monkeypatch):
+    asked = []
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: type("C", (), {"malloc_trim": asked.append}))
+    monkeypatch.setattr(memory, "total_bytes", lambda device: 100)
+    for free in (100, 51, 50, 1, None):
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+        return_scarce_memory()
+    assert asked == [0, 0]

@@ -146,7 +146,7 @@ def test_a_pass_that_would_need_too_much_memory_by_its_tokens_is_skipped(monkeyp
         return Operator(shape.qkv(), lambda q, k, v: v + v.new_zeros(shape.tokens, 10_000).sum())
 
     replaced(monkeypatch, "linear", make)
-    monkeypatch.setattr(ops, "total_memory", lambda: 2**20)
+    monkeypatch.setattr(ops, "total_bytes", lambda device: 2**20)
     report = measure_ops(OpsConfig(mechanisms=["linear"], tokens=[16, 32], **{**TINY, "passes": ["forward"]}))
     assert [row["status"] for row in report.rows if row["name"] == "linear"] == ["ok", "skipped"]
     assert re.match(r"it could need \d+\.\d GiB", report.rows[-1]["message"])
