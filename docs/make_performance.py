@@ -166,7 +166,12 @@ def cells(what: str) -> Iterator[Cell]:
                     yield Cell(f"{SCANS[name]}, {PASSES[which]}, / transformers", f"T = {tokens:,}", found, aim)
         for name in (*OPERATORS, "window"):
             for tokens in LENGTHS:
-                yield Cell(f"{SCANS.get(name, name)}, in + out / peak memory", f"T = {tokens:,}", partial(_lean, name, tokens), LEAN)
+                yield Cell(
+                    f"{SCANS.get(name, name)}, in + out / peak memory",
+                    f"T = {tokens:,}",
+                    partial(_lean, name, tokens),
+                    LEAN,
+                )
         named = SCANS | {f"transformers, {name}": f"{SCANS[name]}, transformers" for name in THEIRS}
         for name, shown in named.items():
             for tokens in LENGTHS:
@@ -245,7 +250,8 @@ def runs_of(what: str, made: list[dict[str, Any]]) -> str:
     columns = list(dict.fromkeys(column for row in grid.values() for column in row))
     table = pages.table(["", *columns], [[name, *(row.get(c, "") for c in columns)] for name, row in grid.items()])
     origins = "; ".join(dict.fromkeys(f"{run['date']}, commit {run['commit']}, {run['machine']}" for run in made))
-    verdict = f"By the median of {len(made)} runs {sum(judged)} of {len(judged)} aims, in brackets, are met."
+    how = f"By the median of {len(made)} runs" if len(made) > 1 else "In one run"
+    verdict = f"{how} {sum(judged)} of {len(judged)} aims, in brackets, are met."
     return f"{table}\n\n{verdict} `{made[-1]['command']}`: {origins}."
 
 

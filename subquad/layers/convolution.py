@@ -28,9 +28,12 @@ class ShortConvolution(nn.Module):
     def forward(self, x_BTC: Tensor, before_BSC: Tensor | None = None) -> Tensor:
         """Return the filtered tokens; `before` holds at most W - 1 earlier ones, and zeros stand for any others."""
         x, T = self.extended(x_BTC, before_BSC), x_BTC.shape[1]
-        y_BTC = x[:, :T] * self.weight[:, 0]
+        weight_WC = self.weight.t().contiguous()
+        y_BTC = x[:, :T] * weight_WC[0]
         for tap in range(1, self.width):
-            y_BTC = torch.addcmul(y_BTC, x[:, tap : tap + T], self.weight[:, tap])
+            y_BTC = y_BTC.addcmul_(
+                x[:, tap : tap + T], weight_WC[tap]
+            )  # in place: tokens are read from memory once less
         return y_BTC if self.bias is None else y_BTC + self.bias
 
     def extended(self, x_BTC: Tensor, before_BSC: Tensor | None) -> Tensor:
