@@ -126,7 +126,10 @@ def delta_scan_backward_op(
     dq_NTK, dk_NTK, dv_NTV, dbeta_NT1 = (empty_like(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1))
     dlog_f = q_NTK.new_empty(0) if log_f_NTF is None else log_f_NTF.new_empty(log_f_NTF.shape)
     r_NKV = states.new_zeros(states.shape[1:]) if grad_state_NKV is None else grad_state_NKV
-    for part in reversed(pieces(q_NTK, v_NTV, log_f_NTF, chunk)):
+
+    def visit(part: Piece) -> None:
+        """Write the gradients of a piece; at its return what it held is free before the next one begins."""
+        nonlocal r_NKV
         q, k, v, b, do = (part.take(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1, grad_NTV))
         decay = Decay(None if log_f_NTF is None else part.take(log_f_NTF), q, v)
         state, rows, columns = part.of(states), decay.rows(k), decay.columns(k)
@@ -154,6 +157,9 @@ def delta_scan_backward_op(
         if reads.rows_MCF is not None and reads.columns_MCF is not None and deltas.rows_MCF is not None:
             grad = decay.log_gradient(reads.rows_MCF + deltas.rows_MCF, reads.columns_MCF, (state * r).sum(-1))
             part.put(grad, dlog_f)
+
+    for part in reversed(pieces(q_NTK, v_NTV, log_f_NTF, chunk)):
+        visit(part)
     return dq_NTK, dk_NTK, dv_NTV, dbeta_NT1, dlog_f, r_NKV.clone() if r_NKV is grad_state_NKV else r_NKV
 
 

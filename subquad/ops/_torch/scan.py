@@ -124,7 +124,9 @@ def gated_scan_backward_op(
     dlog_f = q_NTK.new_empty(0) if log_f_NTF is None else log_f_NTF.new_empty(log_f_NTF.shape)
     r_end = states.new_zeros(N, K, V + normalise) if grad_state_NKV is None else grad_state_NKV
     r_NKV, r_NK1 = (x.clone(memory_format=torch.contiguous_format) for x in r_end.split([V, int(normalise)], -1))
-    for part in reversed(pieces(q_NTK, v_NTV, log_f_NTF, chunk)):
+
+    def visit(part: Piece) -> None:
+        """Write the gradients of a piece; at its return what it held is free before the next one begins."""
         q, i, v, do = (part.take(x) for x in (q_NTK, i_NTK, v_NTV, grad_NTV))
         decay = Decay(None if log_f_NTF is None else part.take(log_f_NTF), q, v)
         rows = decay.rows(q)
@@ -150,6 +152,9 @@ def gated_scan_backward_op(
             if normalise:
                 grad_state_MK.add_((z * rz).sum(-1))
             part.put(decay.log_gradient(found.rows_MCF, found.columns_MCF, grad_state_MK), dlog_f)
+
+    for part in reversed(pieces(q_NTK, v_NTV, log_f_NTF, chunk)):
+        visit(part)
     return dq_NTK, di_NTK, dv_NTV, dlog_f, torch.cat([r_NKV, r_NK1], -1)
 
 
