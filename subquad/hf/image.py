@@ -17,7 +17,7 @@ from subquad.hf.loading import StrictModel
 from subquad.models.image import ImageModel, ImageModelConfig
 from subquad.models.pixels import LEVELS
 
-_IMAGE_FIELDS = ("height", "width", "channels", "output", "mixtures", "axes", "near")
+_IMAGE_FIELDS = ("height", "width", "channels", "output", "mixtures", "axes", "near", "position_channels")
 
 
 class SubquadImageConfig(SubquadConfig):
@@ -34,6 +34,7 @@ class SubquadImageConfig(SubquadConfig):
     mixtures: int = ImageModelConfig.mixtures
     axes: bool = ImageModelConfig.axes
     near: int = ImageModelConfig.near
+    position_channels: int = ImageModelConfig.position_channels
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)

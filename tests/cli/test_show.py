@@ -119,6 +119,15 @@ def test_weights_of_a_classifier_are_those_that_its_layers_mix_by(tmp_path, name
             assert_same_maths(layer.definition(z_BTD), after_BTD - before_BTD)
 
 
+@torch.no_grad()
+def test_post_norm_layers_are_drawn_from_what_their_mechanisms_read():
+    shape = {"vocab_size": 9, "dim": 16, "num_heads": 2, "num_layers": 2, "init_std": 0.5, "norm_position": "post"}
+    model, tokens = build_model(DecoderConfig(**shape, attention="full")), torch.tensor([[1, 2, 3, 4]])
+    below, _, _ = model.blocks()[0](model.embedding(tokens), None, None)
+    _, (layer, weights) = matrices.trained_weights(model, tokens[0].tolist())
+    assert_exact(weights, layer.weights(below)[0])
+
+
 def test_a_classifiers_picture_is_of_the_chosen_example(tmp_path):
     options = {"linformer": {"max_tokens": 33}}
     folder = labelling(tmp_path, attention="linformer", options=options, pooling="class")
