@@ -1,8 +1,8 @@
-"""`DecoderConfig`: values that are refused."""
+"""Configurations of models: values that are refused, and digests that stay."""
 
 import pytest
 
-from subquad.models import DecoderConfig
+from subquad.models import DecoderConfig, EncoderConfig, ImageModelConfig
 
 
 @pytest.mark.parametrize(("fields", "message"), [
@@ -33,3 +33,10 @@ from subquad.models import DecoderConfig
 def test_wrong_values_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
         DecoderConfig(**fields)
+
+
+@pytest.mark.parametrize(("kind", "digest"), [
+    (DecoderConfig, "ae83fb5e5ebf3f60"), (EncoderConfig, "7229b1648a5c9273"), (ImageModelConfig, "f691a0c1ce4cb1c1"),
+])  # fmt: skip
+def test_a_new_setting_keeps_the_digests_that_states_were_saved_with(kind, digest):
+    assert kind().digest() == digest

@@ -63,6 +63,7 @@ def test_the_decoder_is_its_equation(name, fields, tie_embeddings):
     expected = passes_of(model, tokens)
     assert_exact(model.embedding(tokens, 0, None), model.config.embedding_scale * model.embedding.tokens.weight[tokens])
     assert (model.head is None) == tie_embeddings
+    assert (model.head_bias is None) == (not model.config.head_bias)
     assert_same_maths(model(tokens)[0], expected[-1])
     assert_same_maths(model.logits(model.hidden(tokens)[0]), expected[-1])
     assert_same_maths(model.logits(model.vectors(tokens)[:, -1]), expected[-1][:, -1])
