@@ -45,6 +45,27 @@ def test_the_encoder_is_its_equation_and_a_memory_passes_from_layer_to_layer(nam
     assert_same_maths(model(tokens), x if post else model.norm(x))
 
 
+@torch.no_grad()
+def test_post_norm_blocks_are_torchs():
+    fields = {"norm_position": "post", "norm": "layer", "feedforward": "relu", "bias": True, "position": "none"}
+    model, tokens = encoder(**fields), small.tokens()
+    for parameter in model.parameters():
+        parameter += 0.1 * torch.randn_like(parameter)
+    x = model.embedding(tokens)
+    for block in model.layers:
+        theirs = torch.nn.TransformerEncoderLayer(16, 2, 64, dropout=0.0, batch_first=True, dtype=torch.float64)
+        mix, feed, projections = block.attention, block.feedforward, ("query", "key", "value")
+        for kind in ("weight", "bias"):
+            joined = torch.cat([getattr(getattr(mix, name), kind) for name in projections])
+            getattr(theirs.self_attn, f"in_proj_{kind}").copy_(joined)
+        pairs = [(theirs.self_attn.out_proj, mix.out), (theirs.linear1, feed.up), (theirs.linear2, feed.down)]
+        pairs += [(theirs.norm1, block.attention_norm), (theirs.norm2, block.feedforward_norm)]
+        for to, source in pairs:
+            to.load_state_dict(source.state_dict())
+        x = theirs(x)
+    assert_same_maths(model(tokens), x)
+
+
 @every_mechanism
 def test_padding_anywhere_is_as_if_removed(name):
     for pooling in POOLINGS:
