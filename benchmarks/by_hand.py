@@ -28,7 +28,8 @@ class ByHand:
     def __init__(self, decoder: Decoder, batch: int, seen: int = 0) -> None:
         config, first = decoder.config, decoder.blocks()[0].attention
         self.form, self.seen, self.heads = first.name, seen, config.num_heads
-        self.table, self.last_norm = decoder.embedding.tokens.weight.detach(), decoder.norm.weight.detach()
+        norm: Any = decoder.norm
+        self.table, self.last_norm = decoder.embedding.tokens.weight.detach(), norm.weight.detach()
         self.layers: list[tuple[Tensor, ...]] = []
         self.memories: list[Tensor] = []
         K, like = config.dim // config.num_heads, self.table

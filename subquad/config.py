@@ -222,9 +222,14 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     raise TypeError(f"{where} must be {getattr(wanted, '__name__', wanted)}, got {value!r}")
 
 
-def differences(made: Mapping[str, Any], now: Mapping[str, Any], most: int = 8) -> list[str]:
-    """Return `name was A, is B` for each setting that differs, by dotted name, and a count beyond `most`."""
-    before, after = _dotted(made), _dotted(now)
+def differences(
+    made: Mapping[str, Any], now: Mapping[str, Any], most: int = 8, *, defaults: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Return `name was A, is B` for each setting that differs, by dotted name, and a count beyond `most`.
+
+    A setting that one side lacks has its value in `defaults`, or None.
+    """
+    before, after = (_dotted(defaults or {}) | _dotted(settings) for settings in (made, now))
     changed = [
         f"{name} was {before.get(name)!r}, is {after.get(name)!r}"
         for name in {**after, **before}  # a setting that is left out now was made by it all the same

@@ -75,7 +75,9 @@ def test_a_recipe_trains_two_steps_at_reduced_size(name: str, tmp_path: Path) ->
     if name.startswith("lra-"):
         small |= small_lra(values["classify"], tmp_path)
     if values.get("task") == "image":
-        small |= {"image": {"path": str(write_idx(tmp_path / "digits"))}, "batch": {"length": 16, "size": 2}}
+        channels = min(16, values["image"].get("position_channels", 0))
+        small |= {"image": {"path": str(write_idx(tmp_path / "digits")), "position_channels": channels}}
+        small["batch"] = {"length": 16, "size": 2}
     for group, changes in small.items():
         values[group] = {**values.get(group, {}), **changes}
     result = train(TrainConfig.from_dict(values))
@@ -112,3 +114,15 @@ def test_models_of_the_stdlib_recipes_have_parameters_within_a_tenth(monkeypatch
         counts[name] = sum(weights.numel() for weights in model.parameters())
     assert max(counts.values()) < 1.1 * counts["linear"], counts
     assert min(counts.values()) > 0.99 * counts["linear"], counts
+
+
+@pytest.mark.parametrize(("name", "vocab_size", "parameters"), [
+    ("openwebtext-latte", 50_257, 90_313_105), ("enwik8-latte", 205, 38_609_389),
+])  # fmt: skip
+def test_latte_recipes_have_their_papers_parameters(
+    name: str, vocab_size: int, parameters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "normal_", lambda self, *_, **__: self)  # slow on the meta device
+    config = TrainConfig.from_file(recipe_path(name)).model
+    with torch.device("meta"):
+        assert build_model(config.replace(vocab_size=vocab_size)).num_parameters() == parameters

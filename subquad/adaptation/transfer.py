@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -51,7 +52,7 @@ def teacher_outputs(teacher: Decoder, layers: Sequence[int], tokens_BT: Tensor) 
     with ExitStack() as stack:
         for i in layers:
             block = teacher.blocks()[i]
-            stack.enter_context(_keep(block.attention_norm, inputs, i))
+            stack.enter_context(block.register_forward_pre_hook(partial(_keep_input, inputs, i)))
             for module in _outputs(block.attention):
                 stack.enter_context(_keep(module, outputs, i))
         teacher.vectors(tokens_BT)
@@ -97,6 +98,11 @@ def branched(model: nn.Module) -> list[Branched]:
 def _outputs(mixer: nn.Module) -> list[nn.Module]:
     """Return the output projection of `mixer`, as a list."""
     return [module for name, module in mixer.named_modules() if name == "out"]
+
+
+def _keep_input(found: dict[int, Tensor], place: int, block: Any, inputs: tuple[Any, ...]) -> None:
+    """Store what the mechanism of `block` reads in `found[place]`."""
+    found[place] = block.attention_input(inputs[0])
 
 
 def _keep(module: nn.Module, found: dict[int, Tensor], place: int) -> RemovableHandle:

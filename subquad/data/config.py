@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from subquad.config import Config
+from subquad.config import Config, later
 from subquad.data.files import check_path
 
 SMALLEST_BPE = 257
@@ -81,13 +81,16 @@ class ImageConfig(Config):
     near: int = 0
     """Radius, in rows and columns, of a masked convolution over the known pixels around the predicted one; 0: the input
     is the previous pixel alone."""
+    position_channels: int = later(0)
+    """Channels of added positions (model.position sinusoidal or learned) that are concatenated with those of the pixel
+    instead, together model.dim; 0: both have model.dim channels and are added."""
     test_images: int = 1000
     """Number of held-out images, evenly spaced, to evaluate at the end of training (at most all)."""
     samples: int = 100
     """Number of images to generate at the end of training, saved as one picture; 0: none."""
 
     def __post_init__(self) -> None:
-        self.check_least("image", mixtures=1, near=0, test_images=1, samples=0)
+        self.check_least("image", mixtures=1, near=0, position_channels=0, test_images=1, samples=0)
 
 
 DatasetName = Literal["toy", "listops", "text", "retrieval", "image", "pathfinder32", "pathfinder64", "pathfinder128"]

@@ -72,11 +72,14 @@ class SubquadConfig(PreTrainedConfig):
     out_bias: bool | None = _default("out_bias")
     ff_bias: bool | None = _default("ff_bias")
     parallel_residual: bool = _default("parallel_residual")
+    norm_position: str = _default("norm_position")
     rope_fraction: float = _default("rope_fraction")
     rope_scaling: dict[str, Any] | None = _default("rope_scaling")
     embedding_scale: float = _default("embedding_scale")
+    position_scale: float | None = _default("position_scale")
     residual_scale: float = _default("residual_scale")
     logit_divisor: float = _default("logit_divisor")
+    head_bias: bool = _default("head_bias")
     use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None

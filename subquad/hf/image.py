@@ -5,26 +5,24 @@ Shape letters: B batch, T pixels (bytes), P parameters of a pixel's distribution
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
 from transformers.utils import can_return_tuple
 
-from subquad.hf.config import FIELDS, SubquadConfig
+from subquad.hf.config import SubquadConfig
 from subquad.hf.loading import StrictModel
 from subquad.models.image import ImageModel, ImageModelConfig
 from subquad.models.pixels import LEVELS
-
-_IMAGE_FIELDS = ("height", "width", "channels", "output", "mixtures", "axes", "near")
 
 
 class SubquadImageConfig(SubquadConfig):
     """The fields of `ImageModelConfig`, with those that transformers adds to every model."""
 
     model_type = "subquad-image"
-    own_fields: ClassVar[tuple[str, ...]] = (*FIELDS, *_IMAGE_FIELDS)
+    own_fields: ClassVar[tuple[str, ...]] = tuple(field.name for field in fields(ImageModelConfig))
 
     vocab_size: int = LEVELS + 1
     height: int = ImageModelConfig.height
@@ -34,6 +32,7 @@ class SubquadImageConfig(SubquadConfig):
     mixtures: int = ImageModelConfig.mixtures
     axes: bool = ImageModelConfig.axes
     near: int = ImageModelConfig.near
+    position_channels: int = ImageModelConfig.position_channels
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -199,7 +200,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         self.model.head = new_embeddings
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resize the vocabulary as transformers does, and the decoder's configuration with it.
+        """Resize the vocabulary as transformers does, and the decoder's configuration with it; new biases are zero.
 
         Raises `ValueError` for a model with a look-up over the logits, whose matrices are as wide as the vocabulary.
         """
@@ -209,6 +210,9 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
                 "vocabulary, which cannot change"
             )
         table = super().resize_token_embeddings(*args, **kwargs)
+        if self.model.head_bias is not None:
+            new = table.num_embeddings - len(self.model.head_bias)
+            self.model.head_bias = nn.Parameter(F.pad(self.model.head_bias.detach(), (0, new)))
         self.model.config = self.config.decoder_config()
         self.model.config_hash = self.model.config.digest()
         return table

@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.config import suggest
 
-FEEDFORWARDS = ("gelu", "gelu_tanh", "swiglu", "bilinear")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+}
+FEEDFORWARDS = (*ACTIVATIONS, "swiglu", "bilinear")
 
 
-class GELU(nn.Module):
-    """`y = down(gelu(up(x)))` with `round(mult * D)` hidden channels, or `hidden` if given.
+class Ungated(nn.Module):
+    """`y = down(f(up(x)))` with `round(mult * D)` hidden channels, or `hidden` if given. `activation` says what f is:
 
-    `gelu(x) = x Phi(x)`; `approximate="tanh"` gives GPT-2's `x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`
-    (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2).
+    * `gelu`: `x Phi(x)`; `gelu_tanh`: GPT-2's `x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))` (Hendrycks and Gimpel
+      2016, arXiv:1606.08415, section 2);
+    * `relu`: `max(0, x)` (Vaswani et al. 2017, arXiv:1706.03762, section 3.3);
+    * `relu_squared`: `max(0, x)^2` (So et al. 2021, Primer, arXiv:2109.08668, section 4).
     """
 
     def __init__(
-        self,
-        dim: int,
-        *,
-        mult: float = 4.0,
-        bias: bool = False,
-        hidden: int | None = None,
-        approximate: Literal["none", "tanh"] = "none",
+        self, dim: int, *, activation: str = "gelu", mult: float = 4.0, bias: bool = False, hidden: int | None = None
     ) -> None:
         super().__init__()
-        self.approximate = approximate
+        self.activation = activation
         hidden = max(1, round(mult * dim)) if hidden is None else hidden
         self.up = nn.Linear(dim, hidden, bias=bias)
         self.down = nn.Linear(hidden, dim, bias=bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Map `[B, T, D]` to `[B, T, D]`."""
-        return self.down(F.gelu(self.up(x_BTD), approximate=self.approximate))
+        return self.down(ACTIVATIONS[self.activation](self.up(x_BTD)))
 
 
 class SwiGLU(nn.Module):
     """`y = down(silu(gate(x)) * up(x))` with `2/3 * mult * D` hidden channels, rounded to a multiple of 8, or `hidden`.
 
-    At two thirds of the width, its three matrices have as many parameters as GELU's two.
+    At two thirds of the width, its three matrices have as many parameters as the two of an ungated network.
     """
 
     def __init__(self, dim: int, *, mult: float = 4.0, bias: bool = False, hidden: int | None = None) -> None:
@@ -62,7 +65,7 @@ class Bilinear(nn.Module):
 
     `wide` keeps the model width D, `narrow` has `b = 2 * mult` channels (the paper's factor 8 for `mult` 4), and
     `down` is `W` as a matrix `[D, D * b]` whose column `i * b + j` holds `W_ij`. With biases it has
-    `(b + 1) D^2 + (b + 2) D + b` parameters: an eighth more than GELU for b = 8. Source: A. C. O. Sharma,
+    `(b + 1) D^2 + (b + 2) D + b` parameters: an eighth more than `Ungated` for b = 8. Source: A. C. O. Sharma,
     "Efficient Linear-Time Attention Transformers", 2023 (github.com/acosharma/elita-transformer), Feed-Forward2.
     """
 
@@ -81,16 +84,14 @@ class Bilinear(nn.Module):
 
 def build_feedforward(
     kind: str, dim: int, *, mult: float = 4.0, bias: bool = False, hidden: int | None = None
-) -> GELU | SwiGLU | Bilinear:
-    """Build the feed-forward network `gelu`, `gelu_tanh`, `swiglu` or `bilinear` for the model width `dim`.
+) -> Ungated | SwiGLU | Bilinear:
+    """Build the feed-forward network `swiglu`, `bilinear` or, by its activation, `Ungated` for the model width `dim`.
 
     `hidden` sets the hidden channels directly, in place of `mult`. Raises `ValueError` for an unknown kind, and for
     `hidden` with `bilinear`, whose hidden channels are all products of its two branches.
     """
-    if kind == "gelu":
-        return GELU(dim, mult=mult, bias=bias, hidden=hidden)
-    if kind == "gelu_tanh":
-        return GELU(dim, mult=mult, bias=bias, hidden=hidden, approximate="tanh")
+    if kind in ACTIVATIONS:
+        return Ungated(dim, activation=kind, mult=mult, bias=bias, hidden=hidden)
     if kind == "swiglu":
         return SwiGLU(dim, mult=mult, bias=bias, hidden=hidden)
     if kind == "bilinear":

@@ -39,15 +39,16 @@ class ResidualBlock(nn.Module):
 
 
 class Block(ResidualBlock):
-    """`x + attention(norm(x))`, then `x + feedforward(norm(x))`, with dropout on each branch.
+    """`x + attention(norm(x))`, then `x + feedforward(norm'(x))`, with dropout on each branch.
 
-    With `parallel_residual` both branches read the same x: `x + attention(norm(x)) + feedforward(norm'(x))`. With
+    With `norm_position="post"` it is `norm(x + attention(x))`, then `norm'(x + feedforward(x))`. With
+    `parallel_residual` both branches read the same x: `x + attention(norm(x)) + feedforward(norm'(x))`. With
     `feedforward="none"` there is no second branch. What a branch adds is multiplied by `residual_scale`.
     """
 
     def __init__(self, config: DecoderConfig, mixer: Attention) -> None:
         super().__init__()
-        self.parallel_residual = config.parallel_residual
+        self.parallel_residual, self.post_norm = config.parallel_residual, config.norm_position == "post"
         self.attention_norm = build_norm(config.norm, config.dim, config.norm_eps)
         self.attention = mixer
         self.feedforward: Any = None
@@ -71,18 +72,29 @@ class Block(ResidualBlock):
         `Documents` in place of lengths pack several sequences into a row; there is no state before them then. `memory`
         comes from the layer below and is passed on; only mechanisms that have one (Luna) change it.
         """
-        z_BTD = self.attention_norm(x_BTD)
+        z_BTD = self.attention_input(x_BTD)
         if isinstance(lengths_B, Documents):
             y_BTD, state, memory = self.attention.mix_documents(z_BTD, lengths_B, memory)
         else:
             y_BTD, state, memory = self.attention.mix(z_BTD, state, lengths_B, memory)
-        read_BTD = x_BTD
-        x_BTD = torch.add(x_BTD, self.dropout(y_BTD), alpha=self.residual_scale)
+        return self.rest(x_BTD, y_BTD), state, memory
+
+    def attention_input(self, x_BTD: Tensor) -> Tensor:
+        """Return what the mechanism reads if the block reads `x`."""
+        return x_BTD if self.post_norm else self.attention_norm(x_BTD)
+
+    def rest(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+        """Finish the block, which reads `x`, from the output `y` of its mechanism."""
+        h_BTD = self._add(x_BTD, y_BTD, self.attention_norm)
         if self.feedforward is None:
-            return x_BTD, state, memory
-        read_BTD = read_BTD if self.parallel_residual else x_BTD
-        y_BTD = self.dropout(self.feedforward(self.feedforward_norm(read_BTD)))
-        return torch.add(x_BTD, y_BTD, alpha=self.residual_scale), state, memory
+            return h_BTD
+        read_BTD = x_BTD if self.parallel_residual else h_BTD
+        y_BTD = self.feedforward(read_BTD if self.post_norm else self.feedforward_norm(read_BTD))
+        return self._add(h_BTD, y_BTD, self.feedforward_norm)
+
+    def _add(self, x_BTD: Tensor, y_BTD: Tensor, norm: nn.Module) -> Tensor:
+        x_BTD = torch.add(x_BTD, self.dropout(y_BTD), alpha=self.residual_scale)
+        return norm(x_BTD) if self.post_norm else x_BTD
 
     def output_projections(self) -> list[nn.Linear]:
         """Return the linear layers that write into the residual stream: the mechanism's `out` and `*_out`; `down`."""
@@ -216,22 +228,24 @@ def token_embedding(config: DecoderConfig) -> Embedding:
     return Embedding(
         config.vocab_size,
         config.dim,
-        position=added_positions(config),
+        position=added_positions(config, config.dim, config.max_positions),
         dropout=config.dropout,
         scale=config.embedding_scale,
     )
 
 
-def added_positions(config: DecoderConfig, rows: int | None = None) -> Sinusoidal | Learned | None:
-    """Return the module that adds positions to embeddings: sines, a table of `rows` (None: `max_positions`), or None.
-
-    Sines are scaled from their own standard deviation, 1/sqrt(2), to that of the embeddings.
-    """
+def added_positions(config: DecoderConfig, dim: int, rows: int) -> Sinusoidal | Learned | None:
+    """Return the module that adds positions to vectors of `dim` channels: sines, a table of `rows`, or None."""
     if config.position == "sinusoidal":
-        return Sinusoidal(config.dim, scale=config.init_std * math.sqrt(2))
-    if config.position == "learned":
-        return Learned(config.dim, config.max_positions if rows is None else rows)
-    return None
+        scale = config.init_std * math.sqrt(2) if config.position_scale is None else config.position_scale
+        return Sinusoidal(dim, scale=scale)
+    return Learned(dim, rows) if config.position == "learned" else None
+
+
+def last_norm(config: DecoderConfig) -> nn.LayerNorm | nn.RMSNorm | nn.Identity:
+    """Return the norm after all blocks: none after post-norm blocks, each of which ends with its own."""
+    post = config.norm_position == "post"
+    return nn.Identity() if post else build_norm(config.norm, config.dim, config.norm_eps)
 
 
 def check_tokens(tokens_BT: Tensor, name: str = "tokens") -> None:

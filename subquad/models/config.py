@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self, get_args, get_type_hints
 
-from subquad.config import Config, later, suggest
+from subquad.config import Config, check_positive, later, suggest
 from subquad.layers.scaling import RopeScaling
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(Config):
-    """A pre-norm decoder: embeddings, then [norm, attention, norm, feed-forward] x layers, then the head."""
+    """A decoder: embeddings, then [norm, attention, norm, feed-forward] x layers, a last norm, then the head."""
 
     labels_sequences: ClassVar[bool] = False
     """Whether a classifier follows the layers, instead of a head over the vocabulary."""
@@ -37,13 +37,13 @@ class DecoderConfig(Config):
     rope_base: float = 10000.0
     """Base of the rotary frequencies."""
     norm: Literal["layer", "rms", "zero_centred_rms"] = "rms"
-    """Normalisation before attention and feed-forward; zero_centred_rms multiplies by 1 + its weights (Qwen3-Next)."""
-    feedforward: Literal["gelu", "gelu_tanh", "swiglu", "bilinear", "none"] = "swiglu"
-    """Feed-forward network; gelu_tanh is GPT-2's approximation, bilinear is ELiTA's FeedForward2, and with none a
-    block is its mechanism alone (Mamba-2)."""
+    """Normalisation of each branch (norm_position); zero_centred_rms multiplies by 1 + its weights (Qwen3-Next)."""
+    feedforward: Literal["gelu", "gelu_tanh", "relu", "relu_squared", "swiglu", "bilinear", "none"] = "swiglu"
+    """Feed-forward network: two matrices around an activation, of which gelu_tanh is GPT-2's and relu_squared Primer's;
+    two and a gate (swiglu); ELiTA's FeedForward2 (bilinear); or none: a block is its mechanism alone (Mamba-2)."""
     ff_mult: float = 4.0
-    """Hidden width over D of a GELU network; SwiGLU uses two thirds of it, which keeps the parameter count, and
-    bilinear a factor of 2 x ff_mult (an eighth more parameters)."""
+    """Hidden width over D of a network without a gate; SwiGLU uses two thirds of it, which keeps the parameter count,
+    and bilinear a factor of 2 x ff_mult (an eighth more parameters)."""
     loops: int = 1
     """Passes through the layers; if more than one, each pass adds its own bias (ELiTA's author: 3)."""
     loop_loss: Literal["last", "all"] = "last"
@@ -80,16 +80,24 @@ class DecoderConfig(Config):
     """Biases of the feed-forward networks (None: as bias)."""
     parallel_residual: bool = later(False)
     """Feed the same vectors to both branches, x + attention(norm(x)) + feedforward(norm'(x)) (GPT-NeoX)."""
+    norm_position: Literal["pre", "post"] = later("pre")
+    """Where a block normalises: pre, x + branch(norm(x)), and a last norm before the head; post, norm(x + branch(x)),
+    after which there is no last norm: the vectors are normalised already (Vaswani et al. 2017, Luna, LLP)."""
     rope_fraction: float = later(1.0)
     """Fraction of each head's channels that rotary positions rotate, from the first on."""
     rope_scaling: RopeScaling | None = later(None)
     """Change of rotary frequencies for longer sequences, as in {kind: linear, factor: 4} (None: no change)."""
     embedding_scale: float = later(1.0)
-    """Factor on the tokens' embeddings, before positions are added."""
+    """Factor on the tokens' embeddings, before positions are added; sqrt(dim) in Vaswani et al. 2017."""
+    position_scale: float | None = later(None)
+    """Amplitude of added sines, 1 in the papers (Vaswani et al. 2017). None: init_std x sqrt(2), which gives them the
+    standard deviation of untrained embeddings (before embedding_scale), so that neither drowns the other."""
     residual_scale: float = later(1.0)
     """Factor on what each branch adds to the residual stream."""
     logit_divisor: float = later(1.0)
     """Divisor of the vectors after the last norm, and so of the logits."""
+    head_bias: bool = later(False)
+    """Add a learned bias, zero at first, to the logits of the head, tied or not (before a look-up)."""
 
     def __post_init__(self) -> None:
         self.check_least(vocab_size=1, dim=1, num_layers=1, num_heads=1, max_positions=1, loops=1)
@@ -102,9 +110,9 @@ class DecoderConfig(Config):
             raise ValueError(
                 f"num_kv_heads must divide num_heads, got num_kv_heads={self.num_kv_heads}, num_heads={self.num_heads}"
             )
-        for name in ("rope_base", "ff_mult", "init_std", "embedding_scale", "residual_scale", "logit_divisor"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        check_positive(rope_base=self.rope_base, ff_mult=self.ff_mult, init_std=self.init_std)
+        scales = "embedding_scale", "position_scale", "residual_scale", "logit_divisor"
+        check_positive(**{name: getattr(self, name) for name in scales})
         if self.norm_eps is not None and not self.norm_eps > 0:
             raise ValueError(f"norm_eps must be above 0, or None, got {self.norm_eps}")
         if not 0 < self.rope_fraction <= 1:
@@ -115,10 +123,14 @@ class DecoderConfig(Config):
                     f"{name} is for rotary positions, and position={self.position!r}; choose position=rope or leave "
                     f"{name} out"
                 )
+        if self.position != "sinusoidal":
+            self.check_default(f"position={self.position!r}", "position_scale")
         if self.ff_dim is not None and self.feedforward in ("bilinear", "none"):
             raise ValueError(
                 f"feedforward={self.feedforward!r} has no hidden width of its own, got ff_dim={self.ff_dim}"
             )
+        if self.norm_position == "post":
+            self.check_default("norm_position='post'", "parallel_residual")
         if self.feedforward == "none":
             self.check_default("feedforward='none'", "ff_bias", "parallel_residual")
         for name in ("dropout", "attention_dropout"):
@@ -126,7 +138,7 @@ class DecoderConfig(Config):
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         if self.lookup is not None and self.lookup < 1:
             raise ValueError(f"lookup must be at least 1, or None for no look-up, got {self.lookup}")
-        check_choices(self, "position", "norm", "feedforward", "loop_loss")
+        check_choices(self, "position", "norm", "norm_position", "feedforward", "loop_loss")
         if not self.attention or self.num_layers % len(self.mechanisms):
             raise ValueError(
                 "attention must be a name or a list whose length divides num_layers, "

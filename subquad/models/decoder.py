@@ -17,7 +17,6 @@ from subquad.attention import Attention, Cost
 from subquad.attention.base import check_fresh
 from subquad.attention.sharing import added, check_dropout, check_whole
 from subquad.layers.head import Lookup, chunked_cross_entropy
-from subquad.layers.norm import build_norm
 from subquad.models.blocks import (
     Block,
     PassBias,
@@ -25,6 +24,7 @@ from subquad.models.blocks import (
     build_mechanisms,
     check_tokens,
     initialise,
+    last_norm,
     run_blocks,
     token_embedding,
 )
@@ -41,12 +41,13 @@ IGNORED = -100
 
 
 class Decoder(nn.Module):
-    """`logits = norm(h) @ E^T / logit_divisor`, with h the embeddings `E[tokens]` after `num_layers` pre-norm blocks.
+    """`logits = norm(h) / logit_divisor @ E^T + b`, with h the embeddings `E[tokens]` after `num_layers` blocks.
 
-    With `loops` P > 1 the blocks run P times, `h <- blocks(h + b_p)`, with a learned bias and a state for each pass;
-    the norm is applied only before the head. With `lookup` the logits go through `subquad.layers.head.Lookup`. Both
-    come from ELiTA (A. C. O. Sharma, 2023, Other Methods, which says neither where the bias is added nor which loss is
-    used) and work with every mechanism.
+    Post-norm blocks end with a norm, and no other follows; the bias b is there with `head_bias`. With `loops` P > 1 the
+    blocks run P times, `h <- blocks(h + b_p)`, with a learned bias and a state for each pass; the last norm is applied
+    only before the head. With `lookup` the logits go through `subquad.layers.head.Lookup`. Both come from ELiTA (A. C.
+    O. Sharma, 2023, Other Methods, which says neither where the bias is added nor which loss is used) and work with
+    every mechanism.
 
     A sequence may be cut anywhere: `decoder(tokens)` gives the logits of `decoder(tokens[:, :n])` followed by those of
     `decoder(tokens[:, n:], state)`. With `gradient_checkpointing = True`, training keeps only the input of each block
@@ -65,8 +66,9 @@ class Decoder(nn.Module):
         self.embedding = token_embedding(config)
         self.layers = nn.ModuleList(Block(config, mixer) for mixer in build_mechanisms(config))
         self.pass_biases = nn.ModuleList(PassBias(config.dim) for _ in range(config.loops if config.loops > 1 else 0))
-        self.norm = build_norm(config.norm, config.dim, config.norm_eps)
+        self.norm = last_norm(config)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.head_bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.head_bias else None
         self.lookup = (
             None if config.lookup is None else Lookup(config.vocab_size, config.lookup, residual=config.lookup_residual)
         )
@@ -105,10 +107,11 @@ class Decoder(nn.Module):
         new state.
 
         `mask` is a bool `[B, T]`, True for a real token. Padding may stand anywhere: positions and mechanisms count
-        real tokens only, and outputs at padding are zero. `doc_ids`, integers `[B, T]` (-1: padding), pack documents: a
-        new one begins where the id changes, each is read as if alone, with positions from 0, a previous state is
-        refused, and the state returned is that of each row's last document. Raises `TypeError` or `ValueError` for
-        wrong shapes and dtypes, a position beyond a learned table, and a state of another configuration or batch size.
+        real tokens only, and logits at padding are zero (with `head_bias`, the bias). `doc_ids`, integers `[B, T]` (-1:
+        padding), pack documents: a new one begins where the id changes, each is read as if alone, with positions from
+        0, a previous state is refused, and the state returned is that of each row's last document. Raises `TypeError`
+        or `ValueError` for wrong shapes and dtypes, a position beyond a learned table, and a state of another
+        configuration or batch size.
         """
         h_BTD, state = self.hidden(tokens_BT, state, mask, doc_ids)
         return self.logits(h_BTD), state
@@ -131,7 +134,7 @@ class Decoder(nn.Module):
 
     def logits(self, h_BTD: Tensor, /) -> Tensor:
         """Return the logits `[.., V]` of vectors `[.., D]` from `hidden`."""
-        logits_BTV = F.linear(h_BTD, self.head_weight)
+        logits_BTV = F.linear(h_BTD, self.head_weight, self.head_bias)
         return logits_BTV if self.lookup is None else self.lookup(logits_BTV)
 
     def read(self, tokens_BT: Tensor, /, state: State | None = None) -> State:
@@ -182,7 +185,9 @@ class Decoder(nn.Module):
         """Return the cross-entropy of `loss` from the vectors that `hidden` returned."""
         h_ND, labels_N = h_BTD.flatten(0, 1), labels_BT.flatten()
         if self.lookup is None:
-            loss = linear_cross_entropy(h_ND, self.head_weight, labels_N, ignore_index=IGNORED, reduction=reduction)
+            loss = linear_cross_entropy(
+                h_ND, self.head_weight, labels_N, bias=self.head_bias, ignore_index=IGNORED, reduction=reduction
+            )
         else:
             width = max(self.lookup.up.weight.shape)
             loss = chunked_cross_entropy(

@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from subquad.layers.norm import build_norm
 from subquad.layers.positions import Embedding
 from subquad.models.blocks import (
     Block,
@@ -20,6 +19,7 @@ from subquad.models.blocks import (
     build_mechanisms,
     check_tokens,
     initialise,
+    last_norm,
     run_blocks,
     token_embedding,
 )
@@ -36,7 +36,7 @@ class EncoderConfig(DecoderConfig):
     """Settings of an encoder, a stack of the decoder's layers, and of a classifier on it.
 
     The decoder's fields keep their meaning, except that there is no head over the vocabulary (`tie_embeddings` has no
-    effect, `lookup` is refused) and that the layers run once (`loops` is refused).
+    effect, `lookup` and `head_bias` are refused) and that the layers run once (`loops` is refused).
     """
 
     labels_sequences = True
@@ -62,15 +62,11 @@ class EncoderConfig(DecoderConfig):
                 "pooling='class' does not work with causal=true: the class token comes first and would see no other "
                 "token; choose pooling mean or last"
             )
-        self.check_default("an encoder", "logit_divisor")
-        if self.loops != 1 or self.lookup is not None:
-            raise ValueError(
-                f"an encoder has neither loops nor a look-up head, got loops={self.loops}, lookup={self.lookup}"
-            )
+        self.check_default("an encoder", "loops", "lookup", "logit_divisor", "head_bias")
 
 
 class Encoder(nn.Module):
-    """`norm(h)`, where `h` are the embeddings after `num_layers` pre-norm blocks of mechanisms.
+    """`norm(h)`, where `h` are the embeddings after `num_layers` blocks of mechanisms (post-norm: `h`).
 
     Every mechanism is built with causal=`config.causal`: a token sees all tokens, or those up to itself. Luna's memory
     passes from layer to layer. With `gradient_checkpointing = True`, training keeps only the input of each block.
@@ -88,7 +84,7 @@ class Encoder(nn.Module):
         self.embedding = token_embedding(config)
         self.class_token = nn.Parameter(torch.empty(config.dim)) if config.pooling == "class" else None
         self.layers = nn.ModuleList(Block(config, mixer) for mixer in build_mechanisms(config, causal=config.causal))
-        self.norm = build_norm(config.norm, config.dim, config.norm_eps)
+        self.norm = last_norm(config)
         self.branch_outputs = branch_outputs(self)
         if self.class_token is not None:
             nn.init.normal_(self.class_token, std=config.init_std)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad.config import check_at_least
-from subquad.layers.norm import build_norm
+from subquad.config import check_at_least, later
 from subquad.layers.positions import positions
 from subquad.models.blocks import (
     Block,
@@ -23,6 +22,7 @@ from subquad.models.blocks import (
     build_mechanisms,
     check_tokens,
     initialise,
+    last_norm,
     run_blocks,
 )
 from subquad.models.config import DecoderConfig, check_choices
@@ -42,8 +42,8 @@ class ImageModelConfig(DecoderConfig):
     """A decoder over the pixels of an image, row by row, with the channels of a pixel one after another.
 
     The decoder's fields keep their meaning, except that the vocabulary is 256 levels and a start token, a table of
-    positions has a row for each place (`max_positions` has no effect), `loops` and `lookup` are refused, and a mixture
-    never ties its head.
+    positions has a row for each place (`max_positions` has no effect), `loops`, `lookup`, `head_bias` (the head always
+    has a bias) and `embedding_scale` are refused, and neither a mixture nor `position_channels` tie the head.
     """
 
     vocab_size: int = LEVELS + 1
@@ -63,6 +63,9 @@ class ImageModelConfig(DecoderConfig):
     near: int = 0
     """Also feed the known pixels within this many rows and columns to the input, by a masked convolution as in
     PixelCNN's first layer (0: only the previous pixel)."""
+    position_channels: int = later(0)
+    """Channels of positions (sinusoidal or learned) beside those of the token's vector, together dim: half and half in
+    Katharopoulos et al. 2020 (0: both have dim channels and are added)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,11 +79,13 @@ class ImageModelConfig(DecoderConfig):
             raise ValueError(
                 f"near must be at least 0 and below the image's sides, {self.height} x {self.width}, got {self.near}"
             )
-        self.check_default("an image model", "embedding_scale", "logit_divisor")
-        if self.loops != 1 or self.lookup is not None:
+        if not 0 <= self.position_channels < self.dim:
             raise ValueError(
-                f"an image model has neither loops nor a look-up head, got loops={self.loops}, lookup={self.lookup}"
+                f"position_channels must be at least 0 and below dim={self.dim}, got {self.position_channels}"
             )
+        if self.position not in ("sinusoidal", "learned"):
+            self.check_default(f"position={self.position!r}", "position_channels")
+        self.check_default("an image model", "loops", "lookup", "embedding_scale", "logit_divisor", "head_bias")
         for name in self.mechanisms:
             if name in STACKS:
                 raise ValueError(f"attention {name!r} is a whole stack; an image model needs mechanisms")
@@ -104,14 +109,16 @@ class ImageModelConfig(DecoderConfig):
 class PixelInputs(nn.Module):
     """`dropout(E[token] + position + convolution of nearby pixels)`: the inputs that predict pixels.
 
-    Token p is the pixel before pixel p (the start token for p = 0) but has pixel p's position and neighbourhood.
+    With `position_channels`, token and position are concatenated instead: `[E[token], position]`. Token p is the pixel
+    before pixel p (the start token for p = 0) but has pixel p's position and neighbourhood.
     """
 
     def __init__(self, config: ImageModelConfig) -> None:
         super().__init__()
         self.shape = config.shape
-        self.tokens = nn.Embedding(config.vocab_size, config.dim)
-        self.position = added_positions(config, config.tokens)
+        self.position_channels = config.position_channels
+        self.tokens = nn.Embedding(config.vocab_size, config.dim - config.position_channels)
+        self.position = added_positions(config, config.position_channels or config.dim, config.tokens)
         self.axes = nn.ModuleList(nn.Embedding(size, config.dim) for size in config.shape if config.axes and size > 1)
         self.near: nn.Linear | None = None
         self.places: list[tuple[int, int, int]] = []
@@ -126,7 +133,10 @@ class PixelInputs(nn.Module):
     def forward(self, tokens_BT: Tensor, start: int, recent_BR: Tensor | None) -> Tensor:
         """Return vectors `[B, T, D]` of the tokens from `start` on; `recent` holds the `before` tokens before them."""
         x_BTD = self.tokens(tokens_BT)
-        if self.position is not None:
+        if self.position is not None and self.position_channels:
+            empty_BTP = x_BTD.new_zeros(*x_BTD.shape[:2], self.position_channels)
+            x_BTD = torch.cat((x_BTD, self.position(empty_BTP, start)), -1)
+        elif self.position is not None:
             x_BTD = self.position(x_BTD, start)
         T = tokens_BT.shape[1]
         p_T = positions(start, T, tokens_BT.device)[0]
@@ -210,8 +220,8 @@ class ImageModel(nn.Module):
         self.output = build_output(config.output, config.mixtures)
         self.embedding = PixelInputs(config)
         self.layers = nn.ModuleList(Block(config, mixer) for mixer in build_mechanisms(config))
-        self.norm = build_norm(config.norm, config.dim, config.norm_eps)
-        tied = config.tie_embeddings and config.output == "categorical"
+        self.norm = last_norm(config)
+        tied = config.tie_embeddings and config.output == "categorical" and not config.position_channels
         self.head = None if tied else nn.Linear(config.dim, self.output.parameters, bias=False)
         self.bias = nn.Parameter(self.output.first_biases())
         self.branch_outputs = branch_outputs(self)

@@ -86,24 +86,17 @@ def trained_weights(model: nn.Module, tokens_T: Sequence[int]) -> list[tuple[Att
 
     A class token counts as one more token before the others. Raises as `blocks` does.
     """
-    layers, inputs, memories = blocks(model), list[Tensor](), list[Tensor | None]()
-    hooks = [
-        hook
-        for block in dict.fromkeys(layers)
-        for hook in (
-            block.register_forward_pre_hook(lambda _, given: memories.append(given[3] if len(given) > 3 else None)),
-            block.attention_norm.register_forward_hook(lambda _, __, z_BTD: inputs.append(z_BTD)),
-        )
-    ]
+    layers, given = blocks(model), list[tuple[Any, ...]]()
+    hooks = [block.register_forward_pre_hook(lambda _, args: given.append(args)) for block in dict.fromkeys(layers)]
     try:
         model(torch.tensor([list(tokens_T)]))
     finally:
         for hook in hooks:
             hook.remove()
     found = []
-    for block, z_BTD, memory_BLD in zip(layers, inputs, memories, strict=True):
+    for block, (x_BTD, _, _, memory_BLD) in zip(layers, given, strict=True):
         block.attention.adopt(None if memory_BLD is None else memory_BLD[0])
-        found.append((block.attention, block.attention.weights(z_BTD)[0]))
+        found.append((block.attention, block.attention.weights(block.attention_input(x_BTD))[0]))
     return found
 
 

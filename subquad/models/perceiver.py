@@ -50,6 +50,7 @@ class CrossBlock(ResidualBlock):
         super().__init__()
         if config.dim % num_heads:
             raise ValueError(f"cross_heads must divide dim, got cross_heads={num_heads}, dim={config.dim}")
+        config.check_default("a Perceiver, whose readings normalise both sides first", "norm_position")
         check_at_least(1, input_dim=input_dim, query_dim=query_dim)
         self.num_heads, self.residual, self.attention_dropout = num_heads, residual, config.attention_dropout
         self.query_norm = build_norm(config.norm, query_dim)

@@ -25,7 +25,6 @@ from subquad.models.perceiver_window import (
     compress,
     cut,
     neighbours,
-    rest,
     thin,
     to_the_end,
 )
@@ -342,18 +341,18 @@ class PerceiverAR(Decoder):
         """Return the latents after layer i, its keys and values (the history's first), and the next layer's history."""
         block: Any = self.layers[i]
         mixer: BlockedAttention = block.attention
-        z_BMD = block.attention_norm(x_BMD)
+        z_BMD = block.attention_input(x_BMD)
         k_BHSK, v_BHSK = mixer.keys(z_BMD, start), mixer.kv_values(z_BMD)
         q_start: Number = 0
         k_start: Number = 0
         if past is not None:
-            z_BSD = block.attention_norm(past.x_BSD)
+            z_BSD = block.attention_input(past.x_BSD)
             k_BHSK = torch.cat([at_places(mixer.keys, z_BSD, past.places), k_BHSK], 2)
             v_BHSK = torch.cat([mixer.kv_values(z_BSD), v_BHSK], 2)
             q_start, k_start = z_BSD.shape[1] - past.empty, -past.empty
             past = self._updated(i, past, z_BSD, start)
         y_BMD = attend(mixer, mixer.queries(z_BMD, start), k_BHSK, v_BHSK, Causal(), q_start, k_start)
-        return rest(block, x_BMD, y_BMD), k_BHSK, v_BHSK, past
+        return block.rest(x_BMD, y_BMD), k_BHSK, v_BHSK, past
 
     def _updated(self, i: int, past: History, z_BSD: Tensor, start: Number) -> History | None:
         """Return the history that the next layer reads, or None."""
@@ -364,7 +363,7 @@ class PerceiverAR(Decoder):
         mixer: Any = self.history[str(i)]
         q_BHSK, k_BHSK = (at_places(project, z_BSD, past.places) for project in (mixer.queries, mixer.keys))
         y_BSD = attend(mixer, q_BHSK, k_BHSK, mixer.kv_values(z_BSD), self.history_pattern, -past.empty, -past.empty)
-        return past._replace(x_BSD=rest(block, past.x_BSD, y_BSD))
+        return past._replace(x_BSD=block.rest(past.x_BSD, y_BSD))
 
     # Decoding: add latents while there is room, then cut the window anew.
 
@@ -400,14 +399,14 @@ class PerceiverAR(Decoder):
             block: Any = self.layers[i]
             mixer: BlockedAttention = block.attention
             kept = state.child(f"layers.{i}")
-            z_BTD = block.attention_norm(x_BTD)
+            z_BTD = block.attention_input(x_BTD)
             k_BHSK, v_BHSK = mixer.keys(z_BTD, seen), mixer.kv_values(z_BTD)
             k_BHSK = torch.cat([kept.tensor("keys").to(k_BHSK.dtype), k_BHSK], 2)
             v_BHSK = torch.cat([kept.tensor("values").to(v_BHSK.dtype), v_BHSK], 2)
             slots = k_BHSK.shape[2] - tokens_BT.shape[1]
             count = self._history_keys(i, start) + seen - start
             y_BTD = attend(mixer, mixer.queries(z_BTD, seen), k_BHSK, v_BHSK, Causal(), count, count - slots)
-            x_BTD = rest(block, x_BTD, y_BTD)
+            x_BTD = block.rest(x_BTD, y_BTD)
             if new_B is not None:
                 k_BHSK, v_BHSK = to_the_end(k_BHSK, 2, slots + new_B), to_the_end(v_BHSK, 2, slots + new_B)
             layers[f"layers.{i}"] = State({"keys": k_BHSK, "values": v_BHSK}, self.config_hash)

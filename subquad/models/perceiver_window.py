@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from subquad.attention.blocked import BlockedAttention
-from subquad.models.blocks import Block
 from subquad.ops import block_attention
 from subquad.ops.padding import Compaction, real_slots
 from subquad.ops.patterns import Pattern
@@ -167,12 +166,6 @@ def attend(
     dropout = mixer.dropout_p
     y_BHTK = block_attention(q_BHTK, k_BHSK, v_BHSK, pattern, q_start=q_start, k_start=k_start, dropout_p=dropout)
     return mixer.merge(y_BHTK)
-
-
-def rest(block: Block, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
-    """Finish the block from the output `y` of its attention."""
-    x_BTD = x_BTD + block.dropout(y_BTD)
-    return x_BTD + block.dropout(block.feedforward(block.feedforward_norm(x_BTD)))
 
 
 def at_places(project: Callable[[Tensor, Number], Tensor], x_BSD: Tensor, places: Number) -> Tensor:

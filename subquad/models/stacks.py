@@ -208,7 +208,6 @@ DECODERS_OWN = (
     "parallel_residual",
     "rope_fraction",
     "rope_scaling",
-    "embedding_scale",
     "residual_scale",
     "logit_divisor",
 )

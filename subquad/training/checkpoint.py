@@ -18,6 +18,7 @@ from typing import Any
 
 from subquad.config import differences
 from subquad.data import files as disk
+from subquad.models.config import DecoderConfig
 from subquad.parsing import check_keys, read_json
 from subquad.training.errors import CheckpointError, FormatVersionError
 
@@ -204,7 +205,8 @@ def check_settings(manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> 
     Processes, batch.size and batch.accumulation may differ if a step sees as many windows: then it sees the same ones.
     """
     made, now = dict(manifest["settings"]), dict(settings)
-    changed = _changed_batch(made, now) + differences(made, now)
+    earlier = {"model": DecoderConfig().to_dict()}  # settings that an earlier release did not store have their defaults
+    changed = _changed_batch(made, now) + differences(made, now, defaults=earlier)
     if changed:
         raise CheckpointError(
             f"the checkpoint of step {manifest['step']} was made with other settings: {'; '.join(changed)}; "

@@ -40,8 +40,8 @@ class PixelItems(Dataset[dict[str, Tensor]]):
 
 def image_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the fields that `ImageModelConfig` adds to the decoder's, from a run's settings."""
-    options = config.image
-    return {"output": options.output, "mixtures": options.mixtures, "axes": options.axes, "near": options.near}
+    names = ("output", "mixtures", "axes", "near", "position_channels")
+    return {name: value for name, value in config.image.identity().items() if name in names}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,13 +31,14 @@ def test_windows_are_closed_as_often_as_asked(probability, closed):
     assert torch.equal(found, new(TOKENS)[0]) == (closed == 0)
 
 
-def test_errors_are_those_of_each_layer_alone():
-    old = decoder()
+@pytest.mark.parametrize("norm_position", ["pre", "post"])
+def test_errors_are_those_of_each_layer_alone(norm_position):
+    old = decoder(norm_position=norm_position)
     new = replace_attention(old, "window", keep_every=0, options={"width": 3}).decoder.double()
     x = old.embedding(TOKENS, 0)
     for i, error in zip(LAYERS, attention_errors(old, new, LAYERS, TOKENS), strict=True):
         block = old.blocks()[i]
-        z = block.attention_norm(x)
+        z = x if norm_position == "post" else block.attention_norm(x)
         y, own = (mixer(z)[0] for mixer in (block.attention, new.blocks()[i].attention))
         assert_same_maths(error, (own - y).square().sum() / y.square().sum(), f"error of layer {i}")
         x = block(x, None, None)[0]

@@ -111,12 +111,22 @@ def test_weights_of_a_classifier_are_those_that_its_layers_mix_by(tmp_path, name
         block.feedforward_norm.register_forward_pre_hook(lambda _, given: mixed[-1].append(given[0]))
         block.register_forward_pre_hook(lambda _, given: mixed.append(given[0]))
     layers = matrices.trained_weights(model, [0, 2, 1, 1, 2, 0, 1])
+    del mixed[4:]  # each layer's input, computed once more
     assert len(layers) == 2
     for (layer, w_HTS), before_BTD, (z_BTD, after_BTD) in zip(layers, mixed[::2], mixed[1::2], strict=True):
         assert w_HTS.shape[1:] == (7 + (pooling == "class"),) * 2
         with torch.no_grad():
             assert_exact(w_HTS, layer.weights(z_BTD)[0])
             assert_same_maths(layer.definition(z_BTD), after_BTD - before_BTD)
+
+
+@torch.no_grad()
+def test_post_norm_layers_are_drawn_from_what_their_mechanisms_read():
+    shape = {"vocab_size": 9, "dim": 16, "num_heads": 2, "num_layers": 2, "init_std": 0.5, "norm_position": "post"}
+    model, tokens = build_model(DecoderConfig(**shape, attention="full")), torch.tensor([[1, 2, 3, 4]])
+    below, _, _ = model.blocks()[0](model.embedding(tokens), None, None)
+    _, (layer, weights) = matrices.trained_weights(model, tokens[0].tolist())
+    assert_exact(weights, layer.weights(below)[0])
 
 
 def test_a_classifiers_picture_is_of_the_chosen_example(tmp_path):

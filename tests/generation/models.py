@@ -20,7 +20,7 @@ HISTORIES = {
 }  # fmt: skip
 MECHANISMS = [name for name in attention.names() if "causal" in attention.mechanism(name).forms]
 EXACT, REFILL = ([f"perceiver_ar {history} {decode}" for history in HISTORIES] for decode in ("exact", "refill"))
-QUICK = [*MECHANISMS, *EXACT, "perceiver_ar self refill", "hybrid", "loops", "learned", "sinks"]
+QUICK = [*MECHANISMS, *EXACT, "perceiver_ar self refill", "hybrid", "loops", "learned", "sinks", "post"]
 EVERY = [*QUICK, *(name for name in REFILL if name not in QUICK), "llp first block", "gated"]
 
 
@@ -38,6 +38,14 @@ OWN = {
     "hybrid": {"attention": ["latte", "full"], "position": "sinusoidal"},
     "loops": {"attention": "window", "options": {"window": {"width": 4}}, "loops": 2},
     "learned": {"attention": "linear", "position": "learned", "max_positions": 64},
+    "post": {
+        "attention": ["latte", "full"],
+        "position": "sinusoidal",
+        "position_scale": 1.0,
+        "norm_position": "post",
+        "feedforward": "relu_squared",
+        "head_bias": True,
+    },
     "gated": {
         "attention": ["gated_delta_net", "full"],
         "norm": "zero_centred_rms",

@@ -13,7 +13,9 @@ from subquad.testing import assert_exact, assert_same_maths
 from tests.generation.models import MECHANISMS, every, make, numbers
 
 
-@every(("linear", "full", "loops", "sinks", "gated"), (*MECHANISMS, "loops", "hybrid", "sinks", "gated"))
+@every(
+    ("linear", "full", "loops", "sinks", "gated", "post"), (*MECHANISMS, "loops", "hybrid", "sinks", "gated", "post")
+)
 def test_a_recorded_step_has_the_models_logits(name):
     model = make(name)
     fixed, states = FixedSlots(model, 2, 40), []

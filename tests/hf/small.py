@@ -14,7 +14,7 @@ from subquad.hf import SubquadConfig, SubquadForCausalLM, SubquadForPreTraining,
 from subquad.hf.encoders import SubquadClassifierConfig, SubquadPretrainingConfig
 from subquad.hf.image import SubquadImageConfig
 from subquad.models import EncoderConfig, ImageModelConfig
-from tests.models.small import HISTORIES, KINDS, LATENTS, SLOW, VOCABULARY, settings_of
+from tests.models.small import HISTORIES, KINDS, LATENTS, POST, SLOW, VOCABULARY, settings_of
 
 LOOPED = {"loops": 3, "lookup": 31, "feedforward": "bilinear"}
 
@@ -24,8 +24,9 @@ def language_model(name="llp", seed=0, **fields):
     torch.manual_seed(seed)
     fields = settings_of(name, **{"init_std": 1.2, "pad_token_id": 0} | fields)
     model = SubquadForCausalLM(SubquadConfig(**fields)).double().eval()
-    for bias in model.model.pass_biases.parameters():
-        torch.nn.init.normal_(bias)
+    for part, bias in model.model.named_parameters():
+        if part.startswith(("pass_biases", "head_bias")):
+            torch.nn.init.normal_(bias)
     return model
 
 
@@ -36,8 +37,9 @@ def perceiver_ar(history="self-short", **options):
 
 FORMS = {name: partial(language_model, name) for name in names() if "causal" in mechanism(name).forms}
 FORMS["looped"] = partial(language_model, "latte", bias=True, tie_embeddings=False, **LOOPED)
+FORMS["post"] = partial(language_model, "latte", position_scale=1.0, **POST)
 FORMS |= {f"perceiver_ar {history}": partial(perceiver_ar, history) for history in HISTORIES}
-QUICK = (*KINDS, "looped", *(f"perceiver_ar {history}" for history in HISTORIES if history not in SLOW))
+QUICK = (*KINDS, "looped", "post", *(f"perceiver_ar {history}" for history in HISTORIES if history not in SLOW))
 every_form = pytest.mark.parametrize("make", [
     pytest.param(make, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, make in FORMS.items()
 ])  # fmt: skip

@@ -18,12 +18,14 @@ def test_it_holds_every_field_of_the_decoder_with_its_default():
         tie_embeddings=False, lookup=64, lookup_residual=False, init_std=0.1, head_dim=10, ff_dim=20, norm_eps=1e-3,
         qk_norm=True, qkv_bias=False, out_bias=False, ff_bias=False, parallel_residual=True, rope_fraction=0.4,
         rope_scaling=RopeScaling(factor=2.0), embedding_scale=2.0, residual_scale=3.0, logit_divisor=4.0,
+        head_bias=True,
     )  # fmt: skip
     different = {f.name for f in dataclasses.fields(odd) if getattr(odd, f.name) != getattr(DecoderConfig(), f.name)}
-    assert different == {f.name for f in dataclasses.fields(odd)} - {"position"}
+    others = {"position", "position_scale", "norm_position"}  # which rotary positions and parallel branches exclude
+    assert different == {f.name for f in dataclasses.fields(odd)} - others
     assert SubquadConfig.from_decoder(odd).decoder_config() == odd
-    learned = DecoderConfig(position="learned")  # scaled rotary positions exclude it
-    assert SubquadConfig.from_decoder(learned).decoder_config() == learned
+    sines = DecoderConfig(position="sinusoidal", position_scale=1.0, norm_position="post")
+    assert SubquadConfig.from_decoder(sines).decoder_config() == sines
 
 
 def test_the_usual_names_are_aliases_and_fields_of_other_libraries_pass():

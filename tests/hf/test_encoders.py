@@ -98,7 +98,7 @@ def test_an_evaluation_hides_the_same_tokens_and_training_others():
     (SubquadClassifierConfig, {"num_label": 3}, "has no field 'num_label'; did you mean 'num_labels'"),
     (SubquadClassifierConfig, {"pooling": "max"}, "pooling must be one of its choices, got 'max'; valid: class, last"),
     (SubquadClassifierConfig, {"num_labels": 1}, "num_classes must be at least 2, got 1"),
-    (SubquadClassifierConfig, {"loops": 2}, "an encoder has neither loops nor a look-up head"),
+    (SubquadClassifierConfig, {"loops": 2}, "loops=2 has no meaning for an encoder"),
     (SubquadPretrainingConfig, {"objective": "next"}, "unknown objective 'next'; valid: causal, denoise"),
     (SubquadPretrainingConfig, {"mask_fraction": 1.5}, r"^mask_fraction must be above 0 and below 1, got 1\.5"),
     (SubquadPretrainingConfig, {"random_fraction": -0.1}, r"^random_fraction must lie between 0 and 1, got -0\.1"),

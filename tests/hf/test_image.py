@@ -3,6 +3,7 @@
 import torch
 
 from subquad.hf.image import SubquadImageConfig
+from subquad.models import ImageModelConfig
 from subquad.testing import assert_exact
 from tests.hf.small import PIXELS, image_model
 from tests.models.small import assert_refused
@@ -20,6 +21,8 @@ def test_loss_and_first_weights_are_the_models():
     assert_exact(model(PIXELS, labels=PIXELS, return_dict=False)[0], output.loss)
     assert model(PIXELS).parameters.shape == (2, 16, 6)
     assert model.get_input_embeddings().num_embeddings == 257
+    odd = ImageModelConfig(attention="linear", position="learned", width=5, mixtures=3, near=2, position_channels=8)
+    assert SubquadImageConfig.from_image(odd).image_config() == odd
 
 
 def test_mistakes():

@@ -43,6 +43,7 @@ AUTO = {
     SubquadForSequenceClassification: transformers.AutoModelForSequenceClassification,
 }  # fmt: skip
 logistic = partial(image_model, output="logistic", axes=True)
+concatenated = partial(image_model, position="learned", position_channels=6)
 
 
 @pytest.mark.parametrize("make", [
@@ -50,7 +51,7 @@ logistic = partial(image_model, output="logistic", axes=True)
     *(pytest.param(partial(classifier, p.id), id=f"classifier {p.id}", marks=p.marks)
       for p in mechanisms("bidirectional", quick=["full", "luna"])),
     *(pytest.param(partial(logistic, p.id), id=f"images {p.id}", marks=p.marks) for p in mechanisms(quick=["latte"])),
-    partial(classifier, "perceiver"), partial(classifier, "perceiver_io"), pretraining,
+    partial(classifier, "perceiver"), partial(classifier, "perceiver_io"), pretraining, concatenated,
     partial(pretraining, "perceiver_io"),
 ])  # fmt: skip
 def test_a_saved_model_comes_back_bit_for_bit(make, tmp_path):
@@ -107,7 +108,8 @@ def test_first_weights_are_the_decoders():
 
 
 @pytest.mark.parametrize("make", [
-    language_model, partial(language_model, tie_embeddings=False), classifier, partial(pretraining, objective="causal"),
+    language_model, partial(language_model, tie_embeddings=False), partial(language_model, head_bias=True), classifier,
+    partial(pretraining, objective="causal"),
 ])  # fmt: skip
 def test_the_vocabulary_can_grow(make, tmp_path):
     model, tokens = make().eval(), prompt()

@@ -264,6 +264,9 @@ def test_settings_changed_after_the_model_was_made_are_named(change, message):
     ({"feedforward": "bilinear"}, "feedforward='bilinear'"),
     ({"loops": 2}, "loops=2"),
     ({"lookup": 8}, "lookup=8"),
+    ({"norm_position": "post"}, "norm_position='post'"),
+    ({"head_bias": True}, "head_bias=True"),
+    ({"feedforward": "relu"}, "feedforward='relu'"),
     ({"position": "sinusoidal"}, "position='sinusoidal'"),
 ])  # fmt: skip
 def test_settings_that_transformers_does_not_have_are_named(changes, message):

@@ -1,16 +1,33 @@
+import math
+
 import pytest
 import torch
-from torch.nn import functional as F
 
-from subquad.layers.feedforward import GELU, Bilinear, SwiGLU, build_feedforward
+from subquad.layers.feedforward import Bilinear, SwiGLU, Ungated, build_feedforward
 from subquad.testing import assert_same_maths
 from subquad.testing.tools import largest_allocation
 
+ACTIVATIONS = {
+    "gelu": lambda z: z * (1 + torch.erf(z / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda z: z / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
+    "relu": lambda z: torch.where(z > 0, z, 0.0),
+    "relu_squared": lambda z: torch.where(z > 0, z * z, 0.0),
+}
 
-def test_feedforwards_are_their_equations():
-    x = torch.randn(2, 5, 12, dtype=torch.float64)
-    gelu, swiglu = (build_feedforward(kind, 12, bias=True).double() for kind in ("gelu", "swiglu"))
-    assert_same_maths(gelu(x), gelu.down(F.gelu(gelu.up(x))))
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_ungated_feedforwards_are_their_equations_with_their_gradients(kind):
+    layer, x = build_feedforward(kind, 12, bias=True).double(), torch.randn(2, 5, 12, dtype=torch.float64)
+    leaves = [x.requires_grad_(), *layer.parameters()]
+    expected = ACTIVATIONS[kind](x @ layer.up.weight.mT + layer.up.bias) @ layer.down.weight.mT + layer.down.bias
+    assert_same_maths(layer(x), expected)
+    gradients = (torch.autograd.grad(y.square().sum(), leaves) for y in (layer(x), expected))
+    for actual, wanted in zip(*gradients, strict=True):
+        assert_same_maths(actual, wanted)
+
+
+def test_swiglu_is_its_equation():
+    x, swiglu = torch.randn(2, 5, 12, dtype=torch.float64), build_feedforward("swiglu", 12, bias=True).double()
     gate = swiglu.gate(x)
     assert_same_maths(swiglu(x), swiglu.down(gate * gate.sigmoid() * swiglu.up(x)))
 
@@ -45,7 +62,7 @@ def test_bilinear_holds_no_tensor_of_three_factors():
 
 @pytest.mark.parametrize(("dim", "mult", "widths"), [(256, 4.0, (1024, 680)), (96, 4.0, (384, 256)), (4, 0.5, (2, 8))])
 def test_hidden_widths(dim, mult, widths):
-    assert (GELU(dim, mult=mult).up.out_features, SwiGLU(dim, mult=mult).gate.out_features) == widths
+    assert (Ungated(dim, mult=mult).up.out_features, SwiGLU(dim, mult=mult).gate.out_features) == widths
 
 
 def test_an_unknown_feedforward_is_answered_with_the_valid_ones():

@@ -41,6 +41,7 @@ every_history = pytest.mark.parametrize(
     "form", [pytest.param(form, marks=pytest.mark.slow if form in SLOW else []) for form in HISTORIES]
 )
 LOOPED = {"loops": 3, "loop_loss": "all", "lookup": 31, "feedforward": "bilinear"}
+POST = {"norm_position": "post", "norm": "layer", "feedforward": "relu", "head_bias": True}
 KINDS = ("full", "llp", "latte", "luna")
 """One mechanism for each kind of state: growing, segments, constant, and one that passes a memory between layers."""
 
@@ -61,11 +62,12 @@ def settings_of(attention, **fields):
 
 
 def decoder(attention="full", **fields):
-    """A decoder in float64 and evaluation mode; biases of passes, zero at first, are random."""
+    """A decoder in float64 and evaluation mode; biases of passes and of the head, zero at first, are random."""
     torch.manual_seed(0)
     model = Decoder(DecoderConfig(**settings_of(attention, **fields))).double().eval()
-    for bias in model.pass_biases.parameters():
-        torch.nn.init.normal_(bias)
+    for name, bias in model.named_parameters():
+        if name.startswith(("pass_biases", "head_bias")):
+            torch.nn.init.normal_(bias)
     return model
 
 
@@ -85,7 +87,10 @@ def perceiver_ar(form, options=None, **fields):
     torch.manual_seed(0)
     options = {"perceiver_ar": {"latents": LATENTS, **HISTORIES[form], **(options or {})}}
     fields = {"attention": "perceiver_ar", "num_layers": 3, "max_positions": TOKENS} | fields
-    return PerceiverAR(DecoderConfig(**SHAPE | fields, options=options)).double().eval()
+    model = PerceiverAR(DecoderConfig(**SHAPE | fields, options=options)).double().eval()
+    if model.head_bias is not None:
+        torch.nn.init.normal_(model.head_bias)
+    return model
 
 
 def tokens(batch=3, tokens=TOKENS):
@@ -136,3 +141,9 @@ def assert_refused(*cases):
     for call, error, message in cases:
         with pytest.raises(error, match=message):
             call()
+
+
+def sines(channels, places=TOKENS):
+    """`sin(p / 10000^(2c / D))`, then the cosines, `[T, D]` (Vaswani et al. 2017, section 3.5)."""
+    angles = torch.arange(places).double()[:, None] / 10000 ** (torch.arange(0, channels, 2).double() / channels)
+    return torch.cat([angles.sin(), angles.cos()], -1)

@@ -1,8 +1,8 @@
-"""`DecoderConfig`: values that are refused."""
+"""Configurations of models: values that are refused, and digests that stay."""
 
 import pytest
 
-from subquad.models import DecoderConfig
+from subquad.models import DecoderConfig, EncoderConfig, ImageModelConfig
 
 
 @pytest.mark.parametrize(("fields", "message"), [
@@ -10,9 +10,16 @@ from subquad.models import DecoderConfig
     ({"dim": 10, "num_heads": 4}, "dim must be a multiple of num_heads, got dim=10, num_heads=4"),
     ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads, got num_kv_heads=3, num_heads=4"),
     ({"num_kv_heads": 0}, "num_kv_heads must divide num_heads, got num_kv_heads=0"),
-    ({"ff_mult": 0.0}, "ff_mult must be above 0, got 0.0"),
-    ({"init_std": float("nan")}, "init_std must be above 0, got nan"),
-    ({"residual_scale": 0.0}, "residual_scale must be above 0, got 0.0"),
+    ({"ff_mult": 0.0}, "ff_mult must be a positive number, got 0.0"),
+    ({"init_std": float("nan")}, "init_std must be a positive number, got nan"),
+    ({"embedding_scale": float("inf")}, "embedding_scale must be a positive number, got inf"),
+    ({"position": "sinusoidal", "position_scale": -1.0}, "position_scale must be a positive number, got -1.0"),
+    ({"position": "sinusoidal", "position_scale": float("inf")}, "position_scale must be a positive number, got inf"),
+    ({"position": "sinusoidal", "position_scale": float("nan")}, "position_scale must be a positive number, got nan"),
+    ({"position_scale": 1.0}, "position_scale=1.0 has no meaning for position='rope'; leave it out"),
+    ({"residual_scale": 0.0}, "residual_scale must be a positive number, got 0.0"),
+    ({"norm_position": "both"}, "unknown norm_position 'both'; valid: post, pre"),
+    ({"norm_position": "post", "parallel_residual": True}, "True has no meaning for norm_position='post'; leave it"),
     ({"feedforward": "none", "ff_dim": 8}, "feedforward='none' has no hidden width of its own, got ff_dim=8"),
     ({"feedforward": "none", "parallel_residual": True}, "True has no meaning for feedforward='none'"),
     ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
@@ -26,3 +33,10 @@ from subquad.models import DecoderConfig
 def test_wrong_values_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
         DecoderConfig(**fields)
+
+
+@pytest.mark.parametrize(("kind", "digest"), [
+    (DecoderConfig, "ae83fb5e5ebf3f60"), (EncoderConfig, "7229b1648a5c9273"), (ImageModelConfig, "f691a0c1ce4cb1c1"),
+])  # fmt: skip
+def test_a_new_setting_keeps_the_digests_that_states_were_saved_with(kind, digest):
+    assert kind().digest() == digest

@@ -20,7 +20,16 @@ every_form = pytest.mark.parametrize(("name", "fields"), [
     pytest.param(["llp", "full"], {"num_layers": 4}, id="hybrid"),
     pytest.param("mamba2", {"feedforward": "none"}, id="mixers"),
     pytest.param("full", {"embedding_scale": 3.0, "residual_scale": 0.7, "logit_divisor": 5.0}, id="scaled"),
+    pytest.param("llp", small.POST, id="post"),
+    pytest.param("latte", small.LOOPED | small.POST | {"feedforward": "relu_squared"}, id="post-looped"),
 ])  # fmt: skip
+
+
+def branch(model, norm, function, x):
+    """One branch of a block, by the configuration's equation."""
+    if model.config.norm_position == "post":
+        return norm(x + model.config.residual_scale * function(x))
+    return x + model.config.residual_scale * function(norm(x))
 
 
 def passes_of(model, tokens):
@@ -29,10 +38,12 @@ def passes_of(model, tokens):
     for p in range(model.config.loops):
         x = x + model.pass_biases[p].bias if model.config.loops > 1 else x
         for block in model.blocks():
-            x = x + model.config.residual_scale * block.attention.definition(block.attention_norm(x))
+            x = branch(model, block.attention_norm, block.attention.definition, x)
             if model.config.feedforward != "none":
-                x = x + model.config.residual_scale * block.feedforward(block.feedforward_norm(x))
-        z = model.norm(x) / model.config.logit_divisor @ (model.head or model.embedding.tokens).weight.mT
+                x = branch(model, block.feedforward_norm, block.feedforward, x)
+        h = x if model.config.norm_position == "post" else model.norm(x)
+        z = h / model.config.logit_divisor @ (model.head or model.embedding.tokens).weight.mT
+        z = z if model.head_bias is None else z + model.head_bias
         if model.lookup is not None:
             z = z + F.silu(z @ model.lookup.up.weight.mT) @ model.lookup.down.weight.mT
         logits.append(z)
@@ -46,9 +57,13 @@ def test_the_decoder_is_its_equation(name, fields, tie_embeddings):
         fields = fields | {"num_layers": 1}
     fields = fields | {"tie_embeddings": tie_embeddings, "position": "none"}
     model, tokens = small.decoder(name, **fields), small.tokens()
+    for part, weight in model.named_parameters():
+        if "norm" in part:
+            torch.nn.init.normal_(weight)  # unlike another norm's
     expected = passes_of(model, tokens)
     assert_exact(model.embedding(tokens, 0, None), model.config.embedding_scale * model.embedding.tokens.weight[tokens])
     assert (model.head is None) == tie_embeddings
+    assert (model.head_bias is None) == (not model.config.head_bias)
     assert_same_maths(model(tokens)[0], expected[-1])
     assert_same_maths(model.logits(model.hidden(tokens)[0]), expected[-1])
     assert_same_maths(model.logits(model.vectors(tokens)[:, -1]), expected[-1][:, -1])
@@ -77,7 +92,11 @@ def test_padding_anywhere_is_as_if_removed(name, fields):
     for row, real in enumerate(mask):
         alone, own = model(tokens[row : row + 1, real])
         assert_same_maths(logits[row, real], alone[0])
-        assert not logits[row, ~real].any()
+        if model.head_bias is None:
+            assert not logits[row, ~real].any()
+        else:
+            empty = model.logits(torch.zeros(16, dtype=torch.float64))
+            assert_same_maths(logits[row, ~real], empty.expand_as(logits[row, ~real]))
         assert_same_maths(after[row], model(tokens[row : row + 1, :4], own)[0][0])
 
 
@@ -151,7 +170,8 @@ def test_positions_count_real_tokens_continue_from_a_state_and_tell_the_order(po
 
 
 @pytest.mark.parametrize("fields", [
-    {}, {"loop_loss": "all"}, small.LOOPED, small.LOOPED | {"lookup": None}, small.LOOPED | {"loop_loss": "last"}
+    {}, {"loop_loss": "all"}, small.LOOPED, small.LOOPED | {"lookup": None}, small.LOOPED | {"loop_loss": "last"},
+    {"head_bias": True}, {"head_bias": True, "tie_embeddings": False, "lookup": 31},
 ], ids=str)  # fmt: skip
 def test_the_loss_is_the_cross_entropy_of_each_pass_in_training_and_of_the_last_in_evaluation(fields):
     model, tokens, mask = small.decoder(**fields), small.tokens(), small.mask()
@@ -223,7 +243,7 @@ def test_settings_reach_the_mechanisms_that_have_them():
 def test_first_weights_are_smaller_where_they_write_into_the_residual_stream():
     config = DecoderConfig(
         vocab_size=500, dim=128, num_layers=4, attention=["llp_printed", "latte"], norm="layer", bias=True, loops=2,
-        init_std=0.05, lookup=300, options={"llp_printed": {"shared_kv": False, "key_norm": False}},
+        init_std=0.05, lookup=300, head_bias=True, options={"llp_printed": {"shared_kv": False, "key_norm": False}},
     )  # fmt: skip
     torch.manual_seed(0)
     model = Decoder(config)

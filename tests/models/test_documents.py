@@ -16,7 +16,7 @@ TOKENS = small.tokens(2, 20)
 @pytest.mark.parametrize("fields", [
     *(pytest.param({"attention": p.id}, id=p.id, marks=p.marks) for p in small.mechanisms()),
     {"position": "learned", "max_positions": 11}, {"position": "sinusoidal"}, {"position": "none"},
-    {"loops": 2, "loop_loss": "all"},
+    {"loops": 2, "loop_loss": "all"}, {"norm_position": "post", "feedforward": "relu_squared"},
     {"attention": ["latte", "window"], "lookup": 8, "tie_embeddings": False},
     {"attention": ["luna", "full"], "position": "learned", "max_positions": 20},
 ], ids=str)  # fmt: skip

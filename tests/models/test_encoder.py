@@ -22,25 +22,48 @@ def encoder(attention="full", **fields):
     return Encoder(EncoderConfig(**small.settings_of(attention, **fields))).double().eval()
 
 
-@pytest.mark.parametrize(("name", "causal"), [
-    *(pytest.param(p.id, form == "causal", marks=p.marks)
+@pytest.mark.parametrize(("name", "causal", "fields"), [
+    *(pytest.param(p.id, form == "causal", {}, marks=p.marks)
       for form in ("bidirectional", "causal") for p in small.mechanisms(form)),
-    (["luna", "full"], False),
+    (["luna", "full"], False, {}), (["luna", "full"], False, {"norm_position": "post", "feedforward": "relu"}),
 ])  # fmt: skip
-def test_the_encoder_is_its_equation_and_a_memory_passes_from_layer_to_layer(name, causal):
-    model, tokens = encoder(name, causal=causal, num_layers=2 if isinstance(name, str) else 4), small.tokens()
+def test_the_encoder_is_its_equation_and_a_memory_passes_from_layer_to_layer(name, causal, fields):
+    model = encoder(name, causal=causal, num_layers=2 if isinstance(name, str) else 4, **fields)
+    tokens, post = small.tokens(), "norm_position" in fields
     x, memory = model.embedding(tokens), None
     for block in model.layers:
         assert block.attention.causal == causal
-        z = block.attention_norm(x)
+        z = x if post else block.attention_norm(x)
         if block.attention.name == "luna":
             assert block.attention.config.own_memory == (memory is None)
             y, _, memory = block.attention.mix(z, None, None, memory)
         else:
             y = block.attention.definition(z)
-        x = x + y
-        x = x + block.feedforward(block.feedforward_norm(x))
-    assert_same_maths(model(tokens), model.norm(x))
+        x = block.attention_norm(x + y) if post else x + y
+        y = block.feedforward(x if post else block.feedforward_norm(x))
+        x = block.feedforward_norm(x + y) if post else x + y
+    assert_same_maths(model(tokens), x if post else model.norm(x))
+
+
+@torch.no_grad()
+def test_post_norm_blocks_are_torchs():
+    fields = {"norm_position": "post", "norm": "layer", "feedforward": "relu", "bias": True, "position": "none"}
+    model, tokens = encoder(**fields), small.tokens()
+    for parameter in model.parameters():
+        parameter += 0.1 * torch.randn_like(parameter)
+    x = model.embedding(tokens)
+    for block in model.layers:
+        theirs = torch.nn.TransformerEncoderLayer(16, 2, 64, dropout=0.0, batch_first=True, dtype=torch.float64)
+        mix, feed, projections = block.attention, block.feedforward, ("query", "key", "value")
+        for kind in ("weight", "bias"):
+            joined = torch.cat([getattr(getattr(mix, name), kind) for name in projections])
+            getattr(theirs.self_attn, f"in_proj_{kind}").copy_(joined)
+        pairs = [(theirs.self_attn.out_proj, mix.out), (theirs.linear1, feed.up), (theirs.linear2, feed.down)]
+        pairs += [(theirs.norm1, block.attention_norm), (theirs.norm2, block.feedforward_norm)]
+        for to, source in pairs:
+            to.load_state_dict(source.state_dict())
+        x = theirs(x)
+    assert_same_maths(model(tokens), x)
 
 
 @every_mechanism
@@ -155,9 +178,10 @@ def test_wrong_inputs_are_refused():
 @pytest.mark.parametrize(("fields", "message"), [
     ({"num_classes": 1}, "num_classes must be at least 2, got 1"),
     ({"pooling": "max"}, "unknown pooling 'max'; valid: class, last, mean"),
-    ({"loops": 3}, "an encoder has neither loops nor a look-up head, got loops=3, lookup=None"),
-    ({"lookup": 64}, "an encoder has neither loops nor a look-up head, got loops=1, lookup=64"),
+    ({"loops": 3}, "loops=3 has no meaning for an encoder; leave it out"),
+    ({"lookup": 64}, "lookup=64 has no meaning for an encoder"),
     ({"logit_divisor": 2.0}, "logit_divisor=2.0 has no meaning for an encoder"),
+    ({"head_bias": True}, "head_bias=True has no meaning for an encoder"),
     ({"towers": 3}, "towers must be 1 or 2, got 3"),
     ({"causal": True, "pooling": "class"}, "pooling='class' does not work with causal=true: the class token comes"),
     ({"options": {"full": {"causal": True}}}, "this model is bidirectional, but the options of attention 'full' say"),

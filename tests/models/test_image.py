@@ -162,6 +162,48 @@ def test_axes_and_positions_tell_places_apart(fields, places):
     assert "axes" not in fields or [t.num_embeddings for t in model.embedding.axes] == [4, 3, 3][: 2 + (places > 12)]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("fields", [
+    {"position": "sinusoidal"}, {"position": "sinusoidal", "position_scale": 1.0}, {"position": "learned"},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("channels", [0, 6])
+def test_positions_are_added_to_values_or_concatenated_with_them(fields, channels):
+    model = image_model(position_channels=channels, axes=True, near=1, **fields)
+    tokens, width = model.inputs(some_pixels(model)), channels or 16
+    values = model.embedding.tokens.weight[tokens]
+    assert values.shape == (2, 12, 16 - channels)
+    if fields["position"] == "learned":
+        positions = model.embedding.position.table.weight
+    else:
+        positions = small.sines(width, 12) * fields.get("position_scale", 0.3 * math.sqrt(2))
+    positions = positions.expand(2, 12, width)
+    expected = torch.cat([values, positions], -1) if channels else values + positions
+    recent = model.embedding.recent(tokens[:, :0], None)
+    row, column = (torch.arange(12) // 3, torch.arange(12) % 3)
+    for axis, place in zip(model.embedding.axes, (row, column), strict=True):
+        expected = expected + axis.weight[place]
+    nearby = model.embedding._values(torch.cat((recent, tokens), 1), 0).double()
+    assert_same_maths(model.embedding(tokens, 0, recent), expected + nearby @ model.embedding.near.weight.mT)
+    assert (model.head is None) == (channels == 0), "the table is too narrow for the head"
+
+
+POST = {"position": "sinusoidal", "position_channels": 8, "norm_position": "post", "feedforward": "relu"}
+
+
+@pytest.mark.parametrize("name", ["linear", "full"])
+def test_the_papers_form_is_the_same_in_pieces_and_trains_every_parameter(name):
+    model = image_model(name, output="logistic", **POST)
+    tokens = model.inputs(some_pixels(model))
+    assert_same_maths(small.in_pieces(model, tokens, [1, 2, 7])[0], model(tokens)[0])
+    x = model.embedding(tokens, 0, None)
+    for block in model.blocks():
+        x = block.attention_norm(x + block.attention.definition(x))
+        x = block.feedforward_norm(x + block.feedforward(x))
+    assert_same_maths(model.hidden(tokens)[0], x)
+    model.loss(some_pixels(model)).backward()
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+
+
 @pytest.mark.parametrize(("output", "tied", "head", "bits"), [
     ("categorical", True, None, 8.1), ("categorical", False, (256, 16), 8.1), ("logistic", True, (12, 16), 9.0),
 ])  # fmt: skip
@@ -184,7 +226,10 @@ def test_checkpointing_changes_no_bit():
     ({"vocab_size": 300}, "vocab_size of an image model must be 257"),
     ({"output": "gaussian"}, "unknown output 'gaussian'; valid: categorical, logistic"),
     ({"near": 4}, "near must be at least 0 and below the image's sides, 4 x 3, got 4"),
-    ({"loops": 2}, "an image model has neither loops nor a look-up head, got loops=2"),
+    ({"loops": 2}, "loops=2 has no meaning for an image model"),
+    ({"head_bias": True}, "head_bias=True has no meaning for an image model"),
+    ({"position_channels": 16, "position": "learned"}, "position_channels must be at least 0 and below dim=16, got 16"),
+    ({"position_channels": 8}, "position_channels=8 has no meaning for position='none'"),
     ({"embedding_scale": 2.0}, "embedding_scale=2.0 has no meaning for an image model"),
     ({"attention": "perceiver_ar"}, "attention 'perceiver_ar' is a whole stack"),
 ])  # fmt: skip

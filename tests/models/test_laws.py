@@ -1,5 +1,7 @@
 """Laws of every model: what stands at padding, recomputed activations and compilation change nothing."""
 
+import math
+
 import pytest
 import torch
 
@@ -65,3 +67,18 @@ def test_compiled_equals_eager(kind, name):
     mask = None if kind == "perceiver_ar" else small.mask()
     call = model.vectors if kind == "perceiver_ar" else model
     assert_same_maths(torch.compile(call, fullgraph=True, backend="aot_eager")(tokens, mask), call(tokens, mask))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("position_scale", [None, 1.0])
+@pytest.mark.parametrize(("kind", "name"), [
+    ("decoder", "latte"), ("perceiver_ar", "cross"), ("classifier", "full"), ("classifier", "perceiver"),
+    ("classifier", "perceiver_io"),
+])  # fmt: skip
+def test_added_sines_have_the_size_of_untrained_embeddings_or_the_one_asked_for(kind, name, position_scale):
+    options = {"options": {name: {"latents": 5}}} if name.startswith("perceiver") else {}
+    fields = {"position": "sinusoidal", "position_scale": position_scale, "embedding_scale": 4.0, **options}
+    model = getattr(small, kind)(name, **fields)
+    embedding, tokens = getattr(model, "encoder", model).embedding, small.tokens()
+    amplitude = position_scale or small.SHAPE["init_std"] * math.sqrt(2)
+    assert_same_maths(embedding(tokens), 4 * embedding.tokens.weight[tokens] + amplitude * small.sines(16))

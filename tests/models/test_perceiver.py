@@ -226,6 +226,7 @@ def test_what_a_stack_that_reads_tokens_does_not_support_is_refused(name):
         ({"position": "rope"}, f"position='rope' needs a layer that rotates .* {name} does not"),
         ({"pooling": "class"}, f"{name} pools its latents: pooling must be 'mean', got 'class'"),
         ({"causal": True}, f"{name} reads whole sequences and has no causal form"),
+        ({"norm_position": "post"}, "norm_position=post has no meaning for a Perceiver, whose readings normalise"),
     ):
         with pytest.raises(ValueError, match=message):
             classifier(name, **fields)

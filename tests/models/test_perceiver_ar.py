@@ -32,13 +32,23 @@ def dense(mixer, z_TD, q_places, past_SD, k_places, allowed_TS):
     return mixer.out(torch.einsum("hts,shk->thk", weights_HTS, v).flatten(1))
 
 
+def finished(block, x_TD, y_TD, post):
+    """A block after its attention's output `y`; post-norm blocks have two norms behind the branches."""
+    if post:
+        x_TD = block.attention_norm(x_TD + y_TD)
+        return block.feedforward_norm(x_TD + block.feedforward(x_TD))
+    x_TD = x_TD + y_TD
+    return x_TD + block.feedforward(block.feedforward_norm(x_TD))
+
+
 def by_definition(model, tokens_T, latents=small.LATENTS, kept=None):
     """The vectors of one sequence's latents; `kept` are the history's positions that are not dropped (None: all)."""
     options, T = model.options, len(tokens_T)
     m = min(latents, T)
     h = min(T - m, options.history_tokens or T)
     start = T - m
-    x = model.embedding.tokens.weight[tokens_T]
+    x = model.config.embedding_scale * model.embedding.tokens.weight[tokens_T]
+    post = model.config.norm_position == "post"
     places, lat_places = [p for p in range(start - h, start) if kept is None or p in kept], list(range(start, T))
     x_old, x_lat, compressed = x[places], x[start:], None
     if options.history == "compressed" and h:
@@ -48,32 +58,34 @@ def by_definition(model, tokens_T, latents=small.LATENTS, kept=None):
         if options.first_layer == "compressed":
             x_old, places = compressed, compressed_places
     for i, block in enumerate(model.layers):
-        old, lat = block.attention_norm(x_old), block.attention_norm(x_lat)
+        old, lat = (x_old, x_lat) if post else (block.attention_norm(x_old), block.attention_norm(x_lat))
         S = len(places)
         allowed = torch.cat([torch.ones(m, S), torch.ones(m, m).tril()], 1).bool()
-        x_lat = x_lat + dense(block.attention, lat, lat_places, torch.cat([old, lat]), places + lat_places, allowed)
-        x_lat = x_lat + block.feedforward(block.feedforward_norm(x_lat))
+        y = dense(block.attention, lat, lat_places, torch.cat([old, lat]), places + lat_places, allowed)
+        x_lat = finished(block, x_lat, y, post)
         if options.history == "cross":
             x_old, places = x_old[:0], []
         elif options.first_layer == "full" and i == 0 and h:
             x_old, places = compressed, compressed_places
         elif S and i < len(model.layers) - 1:
             segment = torch.arange(S) // (small.SEGMENT if options.history == "segments" else S)
-            x_old = x_old + dense(model.history[str(i)], old, places, old, places, segment[:, None] == segment)
-            x_old = x_old + block.feedforward(block.feedforward_norm(x_old))
-    return model.norm(x_lat)
+            y = dense(model.history[str(i)], old, places, old, places, segment[:, None] == segment)
+            x_old = finished(block, x_old, y, post)
+    return x_lat if post else model.norm(x_lat)
 
 
 @small.every_history
-def test_the_model_is_its_equations(form):
-    model = small.perceiver_ar(form)
+@pytest.mark.parametrize("fields", [{}, small.POST | {"embedding_scale": 2.0}], ids=["pre", "post"])
+def test_the_model_is_its_equations(form, fields):
+    model = small.perceiver_ar(form, **fields)
     for tokens in (1, small.LATENTS, 6, 9, small.TOKENS):
         ids = small.tokens(2, tokens)
         h, state = model.hidden(ids)
         assert h.shape == (2, min(small.LATENTS, tokens), 16)
         assert_same_maths(h, torch.stack([by_definition(model, row) for row in ids]), f"{tokens} tokens")
         assert_same_maths(model.vectors(ids), h)
-        assert_same_maths(model(ids)[0], h @ model.embedding.tokens.weight.mT)
+        bias = 0 if model.head_bias is None else model.head_bias
+        assert_same_maths(model(ids)[0], h @ model.embedding.tokens.weight.mT + bias)
         assert state.seen == tokens
     for latents in (1, 3, small.LATENTS):
         h, state = model.hidden(ids, latents=latents)

@@ -22,7 +22,7 @@ def decoding(form, decode="exact", refill=None, **fields):
 @pytest.mark.parametrize(("form", "fields"), [
     *((form, {}) for form in ("cross", "segments-short", "compressed", "compressed-late")),
     *(("self-short", {"position": position}) for position in ("sinusoidal", "learned", "none")),
-    ("self", {"num_kv_heads": 1}),
+    ("self", {"num_kv_heads": 1}), ("compressed-late", small.POST),
 ])  # fmt: skip
 def test_exact_equals_the_pass_over_all_tokens_at_each_step(form, fields):
     """With all latents in use, that pass is the whole model's."""

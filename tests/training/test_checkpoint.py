@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from subquad.models import DecoderConfig
 from subquad.training import checkpoint
 from subquad.training.errors import CheckpointError, FormatVersionError
 from tests.data.sets import flip
@@ -151,3 +152,15 @@ SIXTEEN = r"a step had 16 windows \(processes 2 x batch\.size 4 x batch\.accumul
 def test_other_settings_are_refused_with_what_changed(changes, message):
     with pytest.raises(CheckpointError, match=f"step 3 was made with other settings: .*{message}; restore them"):
         checkpoint.check_settings({"step": 3, "settings": MADE}, {**MADE, **changes})
+
+
+def test_a_checkpoint_of_an_earlier_release_lacks_settings_that_have_their_defaults_now():
+    before, now = DecoderConfig(dim=8).to_dict(), DecoderConfig(dim=8)
+    for name in ("norm_position", "head_bias"):
+        del before[name]
+    checkpoint.check_settings({"step": 3, "settings": MADE | {"model": before}}, MADE | {"model": now.to_dict()})
+    changed = now.replace(norm_position="post").to_dict()
+    posts = r"model\.norm_position was 'pre', is 'post'"
+    for made, then, message in ((before, changed, posts), (3, before, "model was 3")):
+        with pytest.raises(CheckpointError, match=f"with other settings: .*{message}"):
+            checkpoint.check_settings({"step": 3, "settings": MADE | {"model": made}}, MADE | {"model": then})

@@ -17,7 +17,7 @@ RANGES = [
     ("be at least 1", 0, "run.steps run.keep run.threads run.nonfinite_limit batch.size batch.accumulation"),
     ("be at least 1", 0, "parallel.context classify.held_out pretrain.steps image.mixtures image.test_images"),
     ("be at least 0", -1, "optimizer.weight_decay optimizer.clip schedule.warmup lora.rank"),
-    ("be at least 0", -1, "classify.seed pretrain.joint_weight image.near image.samples"),
+    ("be at least 0", -1, "classify.seed pretrain.joint_weight image.near image.position_channels image.samples"),
     ("be a positive number", 0, "optimizer.lr optimizer.eps optimizer.matrix_lr run.max_minutes"),
     ("be a positive number", 0, "run.sample_temperature parallel.timeout pretrain.lr"),
     ("be at least 0 and below 1", 1, "optimizer.momentum"),
@@ -62,7 +62,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"image": {"path": "x"}}, "image.path='x' has no effect with task=language; leave it out"),
     ({"pretrain": {"kind": "denoise"}}, "pretrain.kind='denoise' has no effect with task=language; leave it out"),
     ({"task": "pretrain"}, "task=pretrain needs pretrain.kind=denoise or causal, got none"),
-    ({"task": "classify", "model": {"loops": 2}}, "an encoder has neither loops nor a look-up head"),
+    ({"task": "classify", "model": {"loops": 2}}, "loops=2 has no meaning for an encoder"),
     ({"task": "classify", "pretrain": {"mask_fraction": 0.0}}, "mask_fraction must be above 0 and below 1, got 0.0"),
     ({"task": "probe", "batch": {"length": 24}}, "mqar with pairs=8 needs sequences of at least 25 tokens"),
 ]

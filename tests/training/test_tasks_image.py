@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from subquad.cli import main
+from subquad.config import digest
 from subquad.data.images import load_images
 from subquad.evaluation import evaluate_images
 from subquad.testing import assert_in_budget
@@ -174,8 +175,14 @@ def test_positions_follow_the_image(make_config, data):
     learned = {**images(data), "model.position": "learned", "batch.length": 16}
     with pytest.raises(ValueError, match=r"batch\.length=16 is longer than the 3 positions"):
         make_config(learned, {"model.max_positions": 3})
-    model = prepare_task(make_config(learned, {"model.max_positions": 512}), None).make_model()
-    assert model.model.embedding.position.table.num_embeddings == 16
+    task, beside = (
+        prepare_task(make_config(learned, {"model.max_positions": 512, "image.position_channels": channels}), None)
+        for channels in (0, 6)
+    )
+    assert task.make_model().model.embedding.position.table.num_embeddings == 16
+    assert beside.make_model().model.embedding.tokens.embedding_dim == 10
+    before = digest({"output": "categorical", "mixtures": 10, "axes": True, "near": 1})
+    assert beside.identity["image"] != task.identity["image"] == before, "runs of earlier releases go on"
 
 
 def test_a_changed_run_is_not_resumed(trained, make_config, data, tmp_path):
@@ -230,7 +237,7 @@ def test_commands_need_a_run_of_images_and_images_of_its_size(trained, finished,
 
 @pytest.mark.parametrize(("refuse", "change", "message"), [
     (check, {"image.path": None}, "task=image needs image.path"),
-    (check, {"model.loops": 2}, "an image model has neither loops nor a look-up head"),
+    (check, {"model.loops": 2}, "loops=2 has no meaning for an image model"),
     (check, {"model.position": "rope"}, "position='rope' needs a layer that rotates"),
     (check, {"model.attention": "linformer"}, "has no causal form, which --task image needs"),
     (train, {"batch.length": 48}, "batch.length must be 16 for images of 4 x 4 x 1 .* got 48; leave it out"),
