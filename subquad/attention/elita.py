@@ -12,11 +12,17 @@ mu_t the mean of v_s with weights softmax_{s <= t}(k1 . x_s + p1_s) and L_t the 
 query selects among earlier tokens: k3 and p2 only weigh all of them against the token itself. The form with the gate is
 computed, since it cannot overflow; the author's code clips the three exponents to +-20 instead.
 
-Where the sources disagree: the text ("Intuition") adds a term to the diagonal logit, the equations and the code give
-the token a slot of its own beside its place in the sum, as here. The equations have t / N, the code t / (N - 1), an
-option. N is the length of the sequence there, so that a longer one changes all earlier outputs; here it is the fixed
-`horizon`, beyond which the sines go on. The term k3 came after the published results: `query_term=False` leaves it out.
-Vectors begin uniform in +-0.05, as in the code, so that all positions begin almost alike.
+Where the sources disagree: the equations and the code give the token a slot of its own beside its place in the sum, as
+here; the text ("Intuition") adds k2 . x_t to the diagonal logit, `self_term="diagonal"`. Then p2 and k3, equal along a
+row, cancel and are left out, and the gate is between the tokens before t and the token itself,
+
+    y_t = g_t mu_{t-1} + (1 - g_t) v_t,    g_t = sigmoid(L_{t-1} - k1 . x_t - p1_t - k2 . x_t).
+
+The equations have t / N, the code t / (N - 1), an option. N is the length of the sequence there, so that a longer one
+changes all earlier outputs; here it is the fixed `horizon`, beyond which the sines go on. The term k3 came after the
+published results: `query_term=False` leaves it out. Vectors begin uniform in +-0.05, as in the code, so that all
+positions begin almost alike. The code's one layer norm for all places, without weights, is `norm: unscaled_layer` of a
+model.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from subquad.attention.base import takes_options
 from subquad.attention.scanned import (
@@ -38,8 +45,9 @@ from subquad.attention.scanned import (
     softmax_state,
     widened,
 )
+from subquad.config import later
 from subquad.ops.counting import has_data
-from subquad.ops.softmax import gated_mean
+from subquad.ops.softmax import EMPTY, SoftmaxOutput, SoftmaxState, gated_mean, running_softmax
 from subquad.state import State
 
 logger = logging.getLogger(__name__)
@@ -76,10 +84,15 @@ class Elita(ScannedAttention):
         """Time of token i (from 0): as in the equations, or as in the code."""
         query_term: bool = True
         """Whether the gate has the term k3 . x_t."""
+        self_term: Literal["slot", "diagonal"] = later("slot")
+        """How k2 . x_t weighs the token itself: as the logit of a second slot, or added to its own logit. Then p2, k3
+        cancel, and no backend fuses the gate with the running softmax."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
             self.check_least(horizon=2, position_width=1)
+            if self.self_term == "diagonal" and not self.query_term:
+                raise ValueError("query_term=False has no effect with self_term='diagonal', where it cancels")
 
     config: Config
 
@@ -89,13 +102,15 @@ class Elita(ScannedAttention):
         heads = config.num_heads
         self.key = nn.Linear(config.dim, heads, bias=config.bias)
         self.self_key = nn.Linear(config.dim, heads, bias=config.bias)
-        self.query = nn.Linear(config.dim, heads, bias=config.bias) if config.query_term else None
+        self.diagonal = config.self_term == "diagonal"
+        self.query = nn.Linear(config.dim, heads, bias=config.bias) if config.query_term and not self.diagonal else None
         for project in (self.key, self.self_key, self.query):
             if project is not None:
                 nn.init.uniform_(project.weight, -INIT, INIT)
         if config.positions:
-            self.frequency = nn.Parameter(torch.empty(2, heads, config.position_width).uniform_(-INIT, INIT))
-            self.phase = nn.Parameter(torch.empty(2, heads, config.position_width).uniform_(-INIT, INIT))
+            shape = (1 if self.diagonal else 2, heads, config.position_width)
+            self.frequency = nn.Parameter(torch.empty(shape).uniform_(-INIT, INIT))
+            self.phase = nn.Parameter(torch.empty(shape).uniform_(-INIT, INIT))
             self.amplitude = nn.Parameter(torch.empty(heads, config.position_width).uniform_(-INIT, INIT))
 
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
@@ -105,21 +120,43 @@ class Elita(ScannedAttention):
         state = self.softmaxes_to_here(state, key_BHT1, v_BHTV)
         seen, mask, before = seen_after(state, tokens, lengths_B), real_mask(lengths_B, tokens), softmax_state(state)
         self.notice_seen(seen, x_BTD)
-        dropout_p = self.config.dropout if self.training else 0.0
-        y = gated_mean(gate_BHT1, key_BHT1, v_BHTV, dropout_p=dropout_p, state=before, mask=mask)
+        if self.diagonal:
+            y = self.past_and_own(gate_BHT1, key_BHT1, v_BHTV, before, mask)
+        else:
+            dropout_p = self.config.dropout if self.training else 0.0
+            y = gated_mean(gate_BHT1, key_BHT1, v_BHTV, dropout_p=dropout_p, state=before, mask=mask)
         return self.merge(y.out), State({"seen": seen, "lse": y.state.lse, "mean": y.state.mean}, self.config_hash)
 
+    def past_and_own(
+        self, gate_BHT1: Tensor, key_BHT1: Tensor, v_BHTV: Tensor, before: SoftmaxState | None, mask: Tensor | None
+    ) -> SoftmaxOutput:
+        """Return `g_t mu_{t-1} + (1 - g_t) v_t`, `g_t = sigmoid(gate_t + L_{t-1})`: the gate of the tokens before."""
+        y = running_softmax(torch.ones_like(key_BHT1), key_BHT1, v_BHTV, state=before, mask=mask)
+        if before is None:
+            lse_BH1 = key_BHT1.new_full((*key_BHT1.shape[:2], 1), EMPTY)
+            before = SoftmaxState(lse_BH1, torch.zeros_like(v_BHTV[:, :, :1]))
+        lse_BHT1 = y.lse
+        lse_BHT1 = torch.cat([before.lse[..., None].to(lse_BHT1.dtype), lse_BHT1[:, :, :-1]], 2)
+        mean_BHTV = torch.cat([before.mean.to(v_BHTV.dtype), y.out[:, :, :-1]], 2)
+        s_BHT1 = gate_BHT1 + lse_BHT1
+        shares_BHT2 = torch.cat([s_BHT1.sigmoid(), (-s_BHT1).sigmoid()], -1)
+        past_BHT1, own_BHT1 = F.dropout(shares_BHT2, self.config.dropout, self.training).split(1, -1)
+        return SoftmaxOutput((past_BHT1 * mean_BHTV + own_BHT1 * v_BHTV).to(v_BHTV.dtype), y.state)
+
     def logits(self, x_BTD: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Return `k1 . x + p1` and the gate's term `p2 + k3 . x - k2 . x`, each `[B, H, T, 1]`, float32 or wider."""
+        """Return `k1 . x + p1` and the gate's terms besides L, each `[B, H, T, 1]`, float32 or wider."""
         key_BTH, gate_BTH = widened(self.key(x_BTD), self.self_key(x_BTD))
         gate_BTH = -gate_BTH if self.query is None else self.query(x_BTD) - gate_BTH
         if self.config.positions:
-            p1_BTH, p2_BTH = self.positions_from(start, x_BTD.shape[1]).to(key_BTH.dtype)
-            key_BTH, gate_BTH = key_BTH + p1_BTH, gate_BTH + p2_BTH
+            p1_BTH, *p2_BTH = self.positions_from(start, x_BTD.shape[1]).to(key_BTH.dtype)
+            key_BTH, gate_BTH = key_BTH + p1_BTH, sum(p2_BTH, gate_BTH)
+        if self.diagonal:
+            gate_BTH = gate_BTH - key_BTH
         return key_BTH.transpose(1, 2)[..., None], gate_BTH.transpose(1, 2)[..., None]
 
     def positions_from(self, start: int | Tensor, tokens: int) -> Tensor:
-        """Return p1 and p2 of the `tokens` tokens from `start` on: `[2, B or 1, T, H]`, float32 or wider."""
+        """Return p1 and p2 (diagonal: p1 alone) of `tokens` tokens from `start` on: `[2, B or 1, T, H]`, float32 or
+        wider."""
         frequency, phase, amplitude = widened(self.frequency, self.phase, self.amplitude)
         i_T = torch.arange(tokens, device=amplitude.device)
         i_BT = i_T + start[:, None] if isinstance(start, Tensor) else (i_T + start)[None]
@@ -129,12 +166,12 @@ class Elita(ScannedAttention):
         return (angles.sin() * amplitude).sum(-1)
 
     def position_terms(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return p1 and p2 of tokens 0 to `tokens` - 1, each `[H, T]`; zeros without `positions`."""
+        """Return p1 and p2 of tokens 0 to `tokens` - 1, each `[H, T]`; zeros for those that the layer lacks."""
         if not self.config.positions:
             zeros_HT = self.key.weight.new_zeros(self.config.num_heads, tokens)
             return zeros_HT, zeros_HT
-        p1_HT, p2_HT = self.positions_from(0, tokens)[:, 0].mT
-        return p1_HT, p2_HT
+        p1_HT, *p2_HT = self.positions_from(0, tokens)[:, 0].mT
+        return p1_HT, sum(p2_HT, torch.zeros_like(p1_HT))
 
     def notice_seen(self, seen: int | Tensor, x_BTD: Tensor) -> None:
         """Call `notice_length`, but not on an accelerator, where reading the count would wait."""
@@ -151,9 +188,13 @@ class Elita(ScannedAttention):
             _warn_beyond(self.config.horizon)
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """Return `g_t softmax_{s <= t}(k1 . x_s + p1_s) + (1 - g_t) [s = t]`."""
+        """Return the softmax of the logits `k1 . x_s + p1_s` for s <= t, and of the second slot's or the diagonal's."""
         key_BHT1, gate_BHT1 = self.logits(x_BTD, 0)
         T = x_BTD.shape[1]
-        both = (key_BHT1.mT + gate_BHT1).masked_fill(is_future(T, x_BTD.device), -torch.inf)
+        future_TS, own_TS = is_future(T, x_BTD.device), torch.eye(T, dtype=torch.bool, device=x_BTD.device)
+        if self.diagonal:
+            both = torch.where(own_TS, -gate_BHT1, key_BHT1.mT).masked_fill(future_TS, -torch.inf)
+            return both.softmax(-1).to(x_BTD.dtype)
+        both = (key_BHT1.mT + gate_BHT1).masked_fill(future_TS, -torch.inf)
         both_BHTS = torch.cat([both, torch.zeros_like(key_BHT1)], -1).softmax(-1)
-        return (both_BHTS[..., :-1] + both_BHTS[..., -1:] * torch.eye(T, device=x_BTD.device)).to(x_BTD.dtype)
+        return (both_BHTS[..., :-1] + both_BHTS[..., -1:] * own_TS).to(x_BTD.dtype)

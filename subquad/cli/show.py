@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from jsonargparse import Namespace
-from torch import Tensor, nn
+from torch import nn
 
 from subquad import training
 from subquad.attention import Attention, mechanism, names
@@ -16,7 +17,8 @@ from subquad.cli.arguments import Parser
 from subquad.config import check_at_least, suggest
 from subquad.data.tokenizers import encode_text
 from subquad.evaluation import drawing
-from subquad.models import matrices
+from subquad.models import DecoderConfig, matrices
+from subquad.models.build import build_model
 from subquad.models.costs import layer_costs
 from subquad.models.stacks import STACKS
 from subquad.training.tasks_classify import labelled
@@ -130,37 +132,58 @@ def weights(chosen: Namespace) -> drawing.Figure:
     for name in ("layer", "text", "example"):
         if chosen[name] is not None:
             raise ValueError(f"--{name} is for a trained model: give the folder of a run")
-    asked = _asked(chosen, names())
-    panels = []
-    for name in asked:
+    asked = _asked(chosen, names(), stacks=True)
+    found = [(name, matrix) for name in asked for matrix in _untrained(chosen, name)]
+    if len(asked) == 1 and len(found) > 1:
+        grid = [_heads_of(chosen, matrix, row=f"layer {matrix.layer}: {matrix.name}") for _, matrix in found]
+    else:
+        panels = []
+        for name, matrix in found:
+            title = name if matrix.name == name else f"{name}\nlayer {matrix.layer}: {matrix.name}"
+            if len(asked) == 1 or chosen.head is not None:
+                panels += _heads_of(chosen, matrix, title=f"{title}, ")
+            else:
+                panels.append(drawing.Panel(matrix.weights_HTS.mean(0).numpy(), title, "", matrix.causal, matrix.keys))
+        grid = drawing.in_rows(panels, COLUMNS)
+    over = "mean of heads" if len(asked) > 1 and chosen.head is None else f"{asked[0]}, width {chosen.dim}"
+    return drawing.draw_weights(grid, title=f"Attention weights of untrained layers ({over})")
+
+
+def _untrained(chosen: Namespace, name: str) -> list[matrices.WeightMatrix]:
+    """Return the weights of an untrained mechanism, or of a stack of two layers."""
+    if name not in STACKS:
         layer = _fresh(chosen, name, parts=4)
-        w_HTS = matrices.fresh_weights(layer, chosen.tokens)
-        if len(asked) == 1 or chosen.head is not None:
-            heads = [(f"{name}, head {h}", w_HTS[h].numpy()) for h in _heads(chosen, w_HTS)]
-            panels += [drawing.Weights(title, w_TS, layer.causal) for title, w_TS in heads]
-        else:
-            panels.append(drawing.Weights(name, w_HTS.mean(0).numpy(), layer.causal))
-    over = "mean of heads" if len(asked) > 1 and chosen.head is None else f"width {chosen.dim}"
-    title = f"Attention weights of untrained layers ({over})"
-    return drawing.draw_weights(drawing.in_rows(panels, COLUMNS), title=title)
+        return [matrices.WeightMatrix(0, name, matrices.fresh_weights(layer, chosen.tokens), layer.causal)]
+    given, half, part = chosen.options.get(name, {}), max(1, chosen.tokens // 2), max(1, chosen.tokens // 8)
+    compressed = {"history_tokens": half, "projected": part}
+    short = {"segments": {"segment": part}, "compressed": compressed}.get(given.get("history"), {})
+    shape = {"dim": chosen.dim, "num_heads": chosen.heads, "num_layers": 2, "init_std": chosen.dim**-0.5}
+    shape |= {"attention": name, "vocab_size": chosen.tokens, "options": {name: {"latents": half, **short, **given}}}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(matrices.SEED)
+        return build_model(DecoderConfig(**shape)).eval().weights(range(chosen.tokens))
+
+
+def _heads_of(chosen: Namespace, m: matrices.WeightMatrix, title: str = "", row: str = "") -> list[drawing.Panel]:
+    """Return a panel for each head that is asked for."""
+    w_HTS = m.weights_HTS.numpy()
+    heads = range(len(w_HTS)) if chosen.head is None else [_in_range("head", chosen.head, len(w_HTS))]
+    return [drawing.Panel(w_HTS[h], f"{title}head {h}", row, m.causal, m.keys) for h in heads]
 
 
 def _trained_weights(chosen: Namespace) -> drawing.Figure:
     _only_fresh(chosen)
     read = _reading_example if training.runs.is_classifier(chosen.run) else _reading_text
-    model, tokens_T, shown_T = read(chosen)
-    layers = matrices.trained_weights(model, tokens_T)
-    shown = range(len(layers)) if chosen.layer is None else [_in_range("layer", chosen.layer, len(layers))]
-    grid = []
-    for i in shown:
-        layer, w_HTS = layers[i]
-        row = f"layer {i}: {layer.name}"
-        grid.append([drawing.Weights(f"head {h}", w_HTS[h].numpy(), layer.causal, row) for h in _heads(chosen, w_HTS)])
+    found, shown_T = read(chosen)
+    if chosen.layer is not None:
+        layer = _in_range("layer", chosen.layer, found[-1].layer + 1)
+        found = [matrix for matrix in found if matrix.layer == layer]
+    grid = [_heads_of(chosen, matrix, row=f"layer {matrix.layer}: {matrix.name}") for matrix in found]
     return drawing.draw_weights(grid, title=f"Attention weights of {Path(chosen.run).name}", tokens=shown_T)
 
 
-def _reading_text(chosen: Namespace) -> tuple[nn.Module, list[int], list[str]]:
-    """Return a language model, the tokens of `--text`, and each token as text."""
+def _reading_text(chosen: Namespace) -> tuple[list[matrices.WeightMatrix], list[str]]:
+    """Return the weights of a language model that reads `--text`, and each token as text."""
     if chosen.example is not None:
         raise ValueError("--example is for a classifier; give a text for the language model to read by --text")
     if chosen.text is None:
@@ -169,11 +192,11 @@ def _reading_text(chosen: Namespace) -> tuple[nn.Module, list[int], list[str]]:
     tokens_T = encode_text(loaded.tokenizer, chosen.text)[: chosen.tokens]
     if not tokens_T:
         raise ValueError(f"--text must have at least one token, got {chosen.text!r}")
-    return loaded.decoder, tokens_T, [loaded.tokenizer.decode([token]) for token in tokens_T]
+    return loaded.decoder.weights(tokens_T), [loaded.tokenizer.decode([token]) for token in tokens_T]
 
 
-def _reading_example(chosen: Namespace) -> tuple[nn.Module, list[int], list[str]]:
-    """Return a classifier, the tokens of a held-out sequence of its task, and the labels of its rows."""
+def _reading_example(chosen: Namespace) -> tuple[list[matrices.WeightMatrix], list[str]]:
+    """Return the weights of a classifier that reads a held-out sequence of its task, and the labels of its rows."""
     if chosen.text is not None:
         raise ValueError("--text is for a language model; choose a sequence of the classifier's task by --example")
     loaded = training.runs.load_classifier(chosen.run, "cpu")
@@ -183,7 +206,7 @@ def _reading_example(chosen: Namespace) -> tuple[nn.Module, list[int], list[str]
     item = items[_in_range("example", chosen.example or 0, len(items))]
     tokens_T = item["input_ids"][item["attention_mask"] > 0].tolist()[: chosen.tokens]
     first = ["class"] if loaded.config.classify.pooling == "class" else []
-    return loaded.model, tokens_T, [*first, *map(str, tokens_T)]
+    return matrices.trained_weights(loaded.model, tokens_T), [*first, *map(str, tokens_T)]
 
 
 def reach(chosen: Namespace) -> drawing.Figure:
@@ -197,14 +220,15 @@ def reach(chosen: Namespace) -> drawing.Figure:
         _reach(name, [_fresh(chosen, name, parts=8)] * chosen.layers, chosen.tokens) for name in _asked(chosen, names())
     ]
     if not chosen.attention:  # skip stacks whose first layer connects all tokens: their panels are all alike
-        stacks = [stack for stack in stacks if stack.first[-1].max() > 1 or not stack.first[-1].all()] or stacks[:1]
+        stacks = [stack for stack in stacks if stack.matrix[-1].max() > 1 or not stack.matrix[-1].all()] or stacks[:1]
     return drawing.draw_reach(stacks, layers=chosen.layers)
 
 
-def _reach(title: str, layers: Sequence[Attention], tokens: int) -> drawing.Reach:
+def _reach(title: str, layers: Sequence[Attention], tokens: int) -> drawing.Panel:
     allowed = {layer: matrices.allowed(layer, tokens) for layer in layers}
     reached = list(matrices.reach(allowed[layer] for layer in layers))
-    return drawing.Reach(title, matrices.first_layer(reached).numpy(), all(layer.causal for layer in layers))
+    causal = all(layer.causal for layer in layers)
+    return drawing.Panel(matrices.first_layer(reached).numpy(), title, causal=causal)
 
 
 def positions(chosen: Namespace) -> drawing.Figure:
@@ -212,15 +236,15 @@ def positions(chosen: Namespace) -> drawing.Figure:
     check_at_least(1, "--", tokens=chosen.tokens, layers=chosen.layers)
     if chosen.run is not None:
         numbered = list(enumerate(_layers(chosen)))
-        numbered = [entry for entry in numbered if matrices.has_positions(entry[1])] or numbered
+        numbered = [entry for entry in numbered if entry[1].has_position_terms] or numbered
     else:
-        having = [name for name in names() if matrices.has_positions(mechanism(name))]
+        having = [name for name in names() if mechanism(name).has_position_terms]
         asked = [(name, seed) for name in _asked(chosen, having) for seed in range(chosen.layers)]
         numbered = [(seed, _fresh(chosen, name, parts=4, seed=seed)) for name, seed in asked]
     grid = []
     for i, layer in numbered:
         terms_HTS = matrices.position_terms(layer, chosen.tokens).numpy()
-        grid.append([drawing.Panel(t_TS, f"head {h}", f"layer {i}") for h, t_TS in enumerate(terms_HTS)])
+        grid.append([drawing.Panel(t_TS, f"head {h}", f"layer {i}", True) for h, t_TS in enumerate(terms_HTS)])
     return drawing.draw_positions(grid, title="Position terms of attention")
 
 
@@ -233,24 +257,23 @@ def cost(chosen: Namespace) -> drawing.Figure:
     return drawing.draw_cost(measured, title=f"Cost of one layer of width {chosen.dim} with {chosen.heads} heads")
 
 
-def _asked(chosen: Namespace, default: list[str]) -> list[str]:
-    """Return the mechanisms of `--attention`; `ValueError` for unknown ones and for stacks, also in `--options`."""
+def _asked(chosen: Namespace, default: list[str], *, stacks: bool = False) -> list[str]:
+    """Return the names of `--attention`; `ValueError` for unknown ones and, also in `--options`, for stacks.
+
+    With `stacks` only those without a causal form are refused.
+    """
     asked = chosen.attention.split(",") if chosen.attention else default
     for name in (*asked, *chosen.options):
-        if name in STACKS:
+        if name not in STACKS:
+            mechanism(name)
+        elif not stacks or "causal" not in STACKS[name].forms:
             raise ValueError(f"{matrices.NOT_DRAWN}, and {name} is a stack of its own")
-        mechanism(name)
     return asked
 
 
 def _fresh(chosen: Namespace, name: str, *, parts: int, seed: int = matrices.SEED) -> Attention:
     sizes = {"dim": chosen.dim, "num_heads": chosen.heads, "tokens": chosen.tokens}
     return matrices.fresh_layer(name, **sizes, parts=parts, options=chosen.options.get(name, {}), seed=seed)
-
-
-def _heads(chosen: Namespace, w_HTS: Tensor) -> Sequence[int]:
-    """Return the chosen head, or all."""
-    return range(len(w_HTS)) if chosen.head is None else [_in_range("head", chosen.head, len(w_HTS))]
 
 
 def _only_fresh(chosen: Namespace) -> None:

@@ -87,13 +87,6 @@ def palette(levels: int | None = None) -> Colormap:
     return matplotlib.colormaps["cividis"].resampled(levels or 256).with_extremes(bad=FUTURE, under=OUT_OF_REACH)
 
 
-def hide_future(matrix_TS: np.ndarray) -> np.ndarray:
-    """Return a float copy with NaN right of the diagonal."""
-    shown_TS = matrix_TS.astype(float)
-    shown_TS[np.triu(np.ones(matrix_TS.shape, dtype=bool), 1)] = np.nan
-    return shown_TS
-
-
 class Panel(NamedTuple):
     """A matrix to draw: rows are reading tokens, columns are tokens read."""
 
@@ -101,6 +94,18 @@ class Panel(NamedTuple):
     title: str = ""
     row: str = ""
     """Label of the row of panels, shown at its left."""
+    causal: bool = False
+    keys: Sequence[str] = ()
+    """Names of the columns, of which the last are those of the rows; empty: their numbers."""
+
+
+def hide_future(panel: Panel) -> Panel:
+    """Return the panel in floats, with NaN right of the diagonal if it is causal; the last row reads all columns."""
+    shown_TS = panel.matrix.astype(float)
+    if panel.causal:
+        T, S = shown_TS.shape
+        shown_TS[np.triu(np.ones((T, S), dtype=bool), 1 + S - T)] = np.nan
+    return panel._replace(matrix=shown_TS)
 
 
 def panels(
@@ -121,9 +126,12 @@ def panels(
     images = []
     for axis, panel, left, bottom in places(figure, grid):
         axis.set_title(panel.title, fontsize=10)
-        for ticks, size in ((axis.set_xticks, panel.matrix.shape[1]), (axis.set_yticks, panel.matrix.shape[0])):
-            ticks(sorted({0, size - 1}))
-        axis.tick_params(labelsize=7, length=2, labelbottom=bottom, labelleft=left)
+        own = len(panel.keys) > 0
+        keys = panel.keys if own else list(map(str, range(panel.matrix.shape[1])))
+        for ticks, size in ((axis.set_xticks, len(keys)), (axis.set_yticks, panel.matrix.shape[0])):
+            at = sorted({0, size - 1})
+            ticks(at, [keys[len(keys) - size + i] for i in at])
+        axis.tick_params(labelsize=7, length=2, labelbottom=bottom or own, labelleft=left or own)
         if bottom:
             axis.set_xlabel("token read", fontsize=9)
         if left:
@@ -143,14 +151,14 @@ def places(figure: Figure | SubFigure, grid: Sequence[Sequence[Item]]) -> Iterat
                 axis.set_axis_off()
 
 
-def name_tokens(axis: Axes, tokens: Sequence[str]) -> None:
-    """Write tokens beside the matrix if there are at most `LABELLED`."""
+def name_tokens(axis: Axes, tokens: Sequence[str], rows: int) -> None:
+    """Write tokens below the matrix and the last `rows` of them beside it, if there are at most `LABELLED`."""
     if len(tokens) > LABELLED:
         return
     shown = [visible(token) for token in tokens]
     font: dict[str, Any] = {"family": FONT, "fontsize": max(7, min(10, 250 / len(shown)))}
     axis.set_xticks(range(len(shown)), shown, rotation=0 if max(map(len, shown)) == 1 else 90, **font)
-    axis.set_yticks(range(len(shown)), shown, **font)
+    axis.set_yticks(range(rows), shown[-rows:], **font)
     axis.tick_params(length=0)
 
 
@@ -201,16 +209,7 @@ def _panel_inches(columns: int) -> float:
     return PANEL if columns <= 6 else max(1.2, PANEL * 6 / columns)
 
 
-class Weights(NamedTuple):
-    """A matrix of attention weights `[T, S]` to draw."""
-
-    title: str
-    matrix: np.ndarray
-    causal: bool
-    row: str = ""
-
-
-def draw_weights(grid: Sequence[Sequence[Weights]], *, title: str, tokens: Sequence[str] = ()) -> Figure:
+def draw_weights(grid: Sequence[Sequence[Panel]], *, title: str, tokens: Sequence[str] = ()) -> Figure:
     """Draw a grid of weight matrices on one scale; a single matrix has the `tokens` beside it.
 
     Weights that aren't a distribution (negative or above one) are marked with a star and shown by their size relative
@@ -222,7 +221,7 @@ def draw_weights(grid: Sequence[Sequence[Weights]], *, title: str, tokens: Seque
     columns = max(len(line) for line in grid)
     inches = 6.5 if single else _panel_inches(columns)
     figure = new_figure(inches * columns + 1.3, (inches + 0.3) * len(grid) + 0.8)
-    shown = [[_shown(w) for w in line] for line in grid]
+    shown = [[hide_future(_scaled(panel)) for panel in line] for line in grid]
     images = panels(figure, shown, PowerNorm(0.4, 1e-30, LARGEST), palette(), title=title, white="not read")
     bar = figure.colorbar(
         images[0], ax=figure.axes, fraction=0.05, aspect=30, pad=0.01, ticks=[0.02, 0.1, 0.25, 0.5], extend="max"
@@ -230,33 +229,25 @@ def draw_weights(grid: Sequence[Sequence[Weights]], *, title: str, tokens: Seque
     relative = any(panel.title.endswith("*") for line in shown for panel in line)
     bar.set_label("weight" + ("   (*: |weight| / largest |weight|, halved)" if relative else ""), fontsize=9)
     if single and tokens:
-        name_tokens(figure.axes[0], tokens)
+        panel = shown[0][0]
+        named = [tokens[int(key)] if key.isdigit() else key for key in panel.keys] or tokens
+        name_tokens(figure.axes[0], named, panel.matrix.shape[0])
     return figure
 
 
-def _shown(weights: Weights) -> Panel:
-    """Return the panel of a matrix, scaled and marked if it isn't a distribution."""
-    size_TS, star = np.abs(weights.matrix), ""
-    if (weights.matrix < 0).any() or size_TS.max(initial=0) > 1 + 1e-3:
-        size_TS, star = size_TS / size_TS.max() * LARGEST, " *"
-    return Panel(hide_future(size_TS) if weights.causal else size_TS, weights.title + star, weights.row)
+def _scaled(panel: Panel) -> Panel:
+    """Return the panel of weights, scaled and marked if they aren't a distribution."""
+    size_TS = np.abs(panel.matrix)
+    if (panel.matrix < 0).any() or size_TS.max(initial=0) > 1 + 1e-3:
+        return panel._replace(matrix=size_TS / size_TS.max() * LARGEST, title=f"{panel.title} *")
+    return panel
 
 
-class Reach(NamedTuple):
-    """The receptive field of a stack: the first layer `[T, S]` after which t may depend on s (0: none)."""
-
-    title: str
-    first: np.ndarray
-    causal: bool
-
-
-def draw_reach(stacks: Sequence[Reach], *, layers: int) -> Figure:
-    """Draw, for each stack, the layer that first connects two tokens and the number of tokens the last one sees."""
+def draw_reach(stacks: Sequence[Panel], *, layers: int) -> Figure:
+    """Draw, for each stack, the layer that first connects two tokens (0: none) and what the last token sees."""
     from matplotlib.colors import BoundaryNorm
 
-    reached = [hide_future(stack.first) if stack.causal else stack.first.astype(float) for stack in stacks]
-
-    grid = in_rows([Panel(first, stack.title) for first, stack in zip(reached, stacks, strict=True)], 4)
+    grid = in_rows([hide_future(stack) for stack in stacks], 4)
     columns = len(grid[0])
     width, height = PANEL * columns + 1.3, (PANEL + 0.5) * len(grid) + 0.6
     if columns <= 2:
@@ -267,14 +258,14 @@ def draw_reach(stacks: Sequence[Reach], *, layers: int) -> Figure:
         parts = figure.subfigures(2, 1, height_ratios=[height, 3.2])
     matrices, chart = parts
     norm = BoundaryNorm(np.arange(0.5, layers + 1), layers)
-    title = f"Receptive field over {len(stacks[0].first)} tokens"
+    title = f"Receptive field over {len(stacks[0].matrix)} tokens"
     images = panels(matrices, grid, norm, palette(layers), title=title, white="never connected")
     ticks = list(range(1, layers + 1, max(1, layers // 12)))
     bar = matrices.colorbar(images[0], ax=matrices.axes, fraction=0.05, aspect=25, pad=0.02, ticks=ticks)
     bar.set_label("first layer that connects them", fontsize=9, labelpad=8)
     bar.ax.tick_params(length=0)
     counts = {
-        stack.title: [int(((stack.first[-1] > 0) & (stack.first[-1] <= n)).sum()) for n in range(1, layers + 1)]
+        stack.title: [int(((stack.matrix[-1] > 0) & (stack.matrix[-1] <= n)).sum()) for n in range(1, layers + 1)]
         for stack in stacks
     }
     axis = chart.subplots()
@@ -282,16 +273,16 @@ def draw_reach(stacks: Sequence[Reach], *, layers: int) -> Figure:
     axis.set_title("Reach of the last token", fontsize=11)
     axis.set_xlabel("number of layers", fontsize=9)
     axis.set_ylabel("tokens it can depend on", fontsize=9)
-    axis.set_ylim(0, 1.05 * len(stacks[0].first))
+    axis.set_ylim(0, 1.05 * len(stacks[0].matrix))
     axis.set_xticks(ticks)
     return figure
 
 
 def draw_positions(grid: Sequence[Sequence[Panel]], *, title: str) -> Figure:
-    """Draw a grid of matrices of position terms on one scale, with the future in grey."""
+    """Draw a grid of matrices of position terms on one scale."""
     from matplotlib.colors import Normalize
 
-    shown = [[panel._replace(matrix=hide_future(panel.matrix)) for panel in line] for line in grid]
+    shown = [[hide_future(panel) for panel in line] for line in grid]
     values = np.concatenate([panel.matrix.ravel() for line in shown for panel in line])
     low, high = np.nanmin(values), np.nanmax(values)
     inches = _panel_inches(len(grid[0]))

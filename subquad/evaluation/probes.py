@@ -68,7 +68,7 @@ def right_answers(
     with inference(model):
         for start in range(0, len(right_BT), batch_size):
             part = slice(start, start + batch_size)
-            tokens_BT = torch.from_numpy(rows.tokens[part]).to(device)
+            tokens_BT = torch.from_numpy(rows.tokens[part, :-1]).to(device)
             h_BMD = model.vectors(tokens_BT)
             row_N, place_N = np.nonzero(rows.asked[part])
             before_N = place_N - 1 - (tokens_BT.shape[1] - h_BMD.shape[1])
@@ -100,10 +100,10 @@ def check_reach(model: Decoder, length: int, first: int, /) -> None:
         raise ValueError(
             f"the model has learned {model.most_tokens} positions (model.max_positions), got length={length}"
         )
-    if model.predicts_last is not None and length - first + 1 > model.predicts_last:
+    if model.predicts_last is not None and length - first > model.predicts_last:
         raise ValueError(
             f"{config.attention} predicts only the last {model.predicts_last} of {length} tokens, but position {first} "
-            f"is asked for, which takes {length - first + 1} latents"
+            f"is asked for, which takes {length - first} latents"
         )
 
 

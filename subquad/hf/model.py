@@ -78,10 +78,11 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         every process, and the loss is scaled so that its mean over processes is that of one process: average the
         gradients, as DistributedDataParallel does.
 
-        A `PerceiverAR` predicts only with its latents: logits are `[B, min(m, T), V]`, right-aligned, and the loss is
-        over their labels; `latents` sets the number of latents. After a cache every token is a latent. `generate`
-        follows the option `decode` or `model.set_decode`; with `use_cache=False` each token is a whole pass, as with
-        `decode=exact`.
+        A `PerceiverAR` predicts only with its latents: logits are `[B, min(m, T), V]`, right-aligned; `latents` sets
+        their number. Without cached tokens the loss has a pass of its own, over all but each row's last token, so that
+        each of the m latents has a label; logits and a cache take a second pass. After a cache every token is a latent.
+        `generate` follows the option `decode` or `model.set_decode`; with `use_cache=False` each token is a whole pass,
+        as with `decode=exact`.
         """
         refuse_inputs(inputs_embeds, output_attentions, output_hidden_states)
         if input_ids is None:
@@ -109,21 +110,29 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         named = {} if latents is None else {"latents": latents}
         if named and self.model.prompt_latents is None:
             raise ValueError(f"latents is for perceiver_ar, and this model has attention={self.config.attention!r}")
-        if cache is None and not named:
+        before = None if cache is None else cache.state
+        wants_logits = output_logits or (output_logits is None and not (self.training and labels is not None))
+        loss, logits_BTV = None, None
+        if before is None:
             check_positions(position_ids, input_ids, mask_BT, 0)
-            passes = self.model.passes(tokens_BT, mask_BT, doc_ids)
-        else:
-            before = None if cache is None else cache.state
+        if labels is not None and before is None and self.model.predicts_last is not None:
+            # A row's last token is only a label, so that every latent has one: the loss has a pass of its own.
+            read_BT = None if mask_BT is None else (next_tokens(input_ids, mask_BT) != IGNORED)[:, :-1]
+            passes = self.model.passes(input_ids[..., :-1], read_BT, **named)
+            loss = self._loss(passes, labels, mask_BT, num_items_in_batch, None, last=False)
+            labels = None
+        if cache is not None:
             h_BTD, state = self.model.hidden(tokens_BT, before, mask_BT, **named)
             passes = [h_BTD]
-            check_positions(position_ids, input_ids, mask_BT, 0 if before is None else before.seen)
-            if cache is not None and use_cache is not False:
+            if before is not None:
+                check_positions(position_ids, input_ids, mask_BT, before.seen)
+            if use_cache is not False:
                 cache.update_state(state, input_ids.shape[1])
-
-        loss, logits_BTV = None, None
+        elif labels is not None or wants_logits:
+            passes = self.model.passes(tokens_BT, mask_BT, doc_ids, **named)
         if labels is not None:
             loss = self._loss(passes, labels, mask_BT, num_items_in_batch, doc_ids)
-        if output_logits or (output_logits is None and not (self.training and labels is not None)):
+        if wants_logits:
             logits_BTV = self.model.logits(passes[-1][:, _kept(logits_to_keep, passes[-1].shape[1])])
         output = CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache)
         wants_dict = self.config.return_dict if return_dict is None else return_dict
@@ -157,8 +166,11 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         mask_BT: Tensor | None,
         items: Tensor | int | None,
         doc_ids: Tensor | None,
+        last: bool = True,
     ) -> Tensor:
+        """Return the loss of vectors of all tokens or, without `last`, of all but each row's last real one."""
         target_BT = self.model.aligned_labels(next_tokens(labels_BT, mask_BT, doc_ids), mask_BT)
+        target_BT = target_BT if last else target_BT[:, :-1]
         group = active_group()
         if group is not None:
             count = (target_BT != IGNORED).sum().clamp(min=1) if items is None else items

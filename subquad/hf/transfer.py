@@ -127,7 +127,7 @@ def canonical(config: DecoderConfig) -> DecoderConfig:
         head_dim=config.head_dim or config.dim // config.num_heads,
         ff_dim=width,
         ff_mult=DecoderConfig.ff_mult if width is not None else config.ff_mult,
-        norm_eps=config.norm_eps or (1e-5 if config.norm == "layer" else 1e-6),
+        norm_eps=config.norm_eps or (1e-5 if config.norm.endswith("layer") else 1e-6),
         bias=config.bias and any("qkv_bias" not in mechanism(name).option_names() for name in names),
         **{name: config.bias if value is None else value for name, value in biases.items()},
         loop_loss=config.loop_loss if config.loops > 1 else "last",

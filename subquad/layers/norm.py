@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from subquad.config import suggest
 
-NORMS = ("layer", "rms", "zero_centred_rms")
+NORMS = ("layer", "rms", "zero_centred_rms", "unscaled_layer")
 
 
 class ZeroCentredRMSNorm(nn.RMSNorm):
@@ -27,11 +27,12 @@ class ZeroCentredRMSNorm(nn.RMSNorm):
 def build_norm(kind: str, dim: int, eps: float | None = None) -> nn.LayerNorm | nn.RMSNorm:
     """Build `layer`: `(x - mean) / sqrt(var + eps) * w + b`, or `rms`: `x / sqrt(mean(x^2) + eps) * w`, over D = `dim`.
 
-    `zero_centred_rms` is `rms` with `1 + w` in place of w. `eps` defaults to 1e-5 for `layer` and 1e-6 for the others.
+    `zero_centred_rms` is `rms` with `1 + w` in place of w. `unscaled_layer` is `layer` without w and b, as one norm for
+    all places: that of ELiTA's code (Sharma 2023). `eps` defaults to 1e-5 for layer norms and 1e-6 for the others.
     Raises `ValueError` for an unknown kind.
     """
-    if kind == "layer":
-        return nn.LayerNorm(dim, eps=1e-5 if eps is None else eps)
+    if kind in ("layer", "unscaled_layer"):
+        return nn.LayerNorm(dim, eps=1e-5 if eps is None else eps, elementwise_affine=kind == "layer")
     if kind in NORMS:
         cls = nn.RMSNorm if kind == "rms" else ZeroCentredRMSNorm
         return cls(dim, eps=1e-6 if eps is None else eps)

@@ -36,8 +36,9 @@ class DecoderConfig(Config):
     """Longest sequence for position=learned: the rows of its table."""
     rope_base: float = 10000.0
     """Base of the rotary frequencies."""
-    norm: Literal["layer", "rms", "zero_centred_rms"] = "rms"
-    """Normalisation of each branch (norm_position); zero_centred_rms multiplies by 1 + its weights (Qwen3-Next)."""
+    norm: Literal["layer", "rms", "zero_centred_rms", "unscaled_layer"] = "rms"
+    """Normalisation of each branch (norm_position); zero_centred_rms multiplies by 1 + its weights (Qwen3-Next),
+    unscaled_layer has no weights (the code of ELiTA)."""
     feedforward: Literal["gelu", "gelu_tanh", "relu", "relu_squared", "swiglu", "bilinear", "none"] = "swiglu"
     """Feed-forward network: two matrices around an activation, of which gelu_tanh is GPT-2's and relu_squared Primer's;
     two and a gate (swiglu); ELiTA's FeedForward2 (bilinear); or none: a block is its mechanism alone (Mamba-2)."""
@@ -68,7 +69,7 @@ class DecoderConfig(Config):
     ff_dim: int | None = later(None)
     """Hidden width of the feed-forward network (None: from ff_mult)."""
     norm_eps: float | None = later(None)
-    """Constant that norms add to the variance or mean square (None: 1e-5 for layer, 1e-6 for the others)."""
+    """Constant that norms add to the variance or mean square (None: 1e-5 for layer norms, 1e-6 for the others)."""
     qk_norm: bool = later(False)
     """RMS-normalise queries and keys over each head's channels, before rotating them (Qwen3); zero-centred if norm
     is."""

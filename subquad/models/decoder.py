@@ -5,7 +5,7 @@ Shape letters: B batch, T tokens, D model width, V vocabulary, N = B * T.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from subquad.models.blocks import (
     token_embedding,
 )
 from subquad.models.config import DecoderConfig
+from subquad.models.matrices import WeightMatrix, trained_weights
 from subquad.ops.counting import cost_of, one_sequence, state_bytes
 from subquad.ops.documents import Documents, before_others, lay_out, real_tokens
 from subquad.ops.loss import linear_cross_entropy
@@ -194,6 +195,10 @@ class Decoder(nn.Module):
                 self.logits, h_ND, labels_N, width=width, ignore_index=IGNORED, reduction=reduction
             )
         return loss.view(labels_BT.shape) if reduction == "none" else loss
+
+    def weights(self, tokens_T: Sequence[int], /) -> list[WeightMatrix]:
+        """Return the weights of each layer and pass for one sequence of tokens. Quadratic: for pictures."""
+        return trained_weights(self, tokens_T)
 
     def num_parameters(self) -> int:
         """Return the number of parameters; tied ones count once."""

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from subquad.attention import Attention, build, mechanism
-from subquad.models import DecoderConfig
 from subquad.models.blocks import Block
+from subquad.models.config import DecoderConfig
 from subquad.models.stacks import stack_of
 
 SEED = 3
@@ -80,9 +80,21 @@ def blocks(model: nn.Module) -> list[Block]:
     return found * config.loops
 
 
+class WeightMatrix(NamedTuple):
+    """The weights of one attention in a model."""
+
+    layer: int
+    name: str
+    """The mechanism, or who reads."""
+    weights_HTS: Tensor
+    causal: bool
+    keys: Sequence[str] = ()
+    """Names of the keys, of which the last T are those of the queries; empty: 0 to S - 1."""
+
+
 @torch.no_grad()
-def trained_weights(model: nn.Module, tokens_T: Sequence[int]) -> list[tuple[Attention, Tensor]]:
-    """Return each layer of a decoder or encoder that reads `tokens`, pass by pass, with its weights `[H, T, S]`.
+def trained_weights(model: nn.Module, tokens_T: Sequence[int]) -> list[WeightMatrix]:
+    """Return the weights of each layer, pass by pass, of a decoder or encoder of mechanisms that reads `tokens`.
 
     A class token counts as one more token before the others. Raises as `blocks` does.
     """
@@ -93,10 +105,12 @@ def trained_weights(model: nn.Module, tokens_T: Sequence[int]) -> list[tuple[Att
     finally:
         for hook in hooks:
             hook.remove()
-    found = []
+    found: list[WeightMatrix] = []
     for block, (x_BTD, _, _, memory_BLD) in zip(layers, given, strict=True):
-        block.attention.adopt(None if memory_BLD is None else memory_BLD[0])
-        found.append((block.attention, block.attention.weights(block.attention_input(x_BTD))[0]))
+        layer = block.attention
+        layer.adopt(None if memory_BLD is None else memory_BLD[0])
+        w_BHTS = layer.weights(block.attention_input(x_BTD))
+        found.append(WeightMatrix(len(found), layer.name, w_BHTS[0], layer.causal))
     return found
 
 
@@ -124,11 +138,6 @@ def first_layer(reached: Sequence[Tensor]) -> Tensor:
     """Return, for each pair, the first layer (counted from 1) after which t may depend on s; 0 if there is none."""
     stacked_LTS = torch.stack(list(reached))
     return torch.where(stacked_LTS.any(0), stacked_LTS.int().argmax(0) + 1, 0)
-
-
-def has_positions(mechanism: Attention | type[Attention]) -> bool:
-    """Return whether the mechanism has position terms of its own."""
-    return mechanism.has_position_terms
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ Shape letters: B batch, T tokens, W window, S keys, M latents, D model width, H 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
@@ -15,6 +16,7 @@ from subquad.attention.blocked import BlockedAttention
 from subquad.models.blocks import Block, build_mechanisms
 from subquad.models.config import DecoderConfig
 from subquad.models.decoder import IGNORED, Decoder, Reduction
+from subquad.models.matrices import WeightMatrix
 from subquad.models.perceiver_window import (
     History,
     Number,
@@ -26,14 +28,17 @@ from subquad.models.perceiver_window import (
     cut,
     neighbours,
     thin,
-    to_the_end,
+    weights_of,
 )
 from subquad.models.stacks import Decode, PerceiverAROptions
 from subquad.ops.padding import Compaction, compaction, real_slots, scatter
 from subquad.ops.patterns import Blocks, Causal, Full
-from subquad.state import State, advance
+from subquad.state import State, advance, last_slots
 
 MODES = get_args(Decode)
+Layers = dict[str, State] | None
+Drawn = list[WeightMatrix] | None
+"""Where a pass writes the keys and values, and the weights, of each layer."""
 
 
 class PerceiverAR(Decoder):
@@ -135,13 +140,10 @@ class PerceiverAR(Decoder):
         self._check(tokens_BT, state, mask, doc_ids)
         if latents is not None and state is not None:
             raise ValueError(f"latents is for new sequences and cannot be given with a state, got latents={latents}")
-        if latents is not None and not 1 <= latents <= self.latents:
-            raise ValueError(f"latents must be between 1 and the model's {self.latents}, got {latents}")
         moved = None if mask is None else compaction(mask)
         if state is not None:
             return self._go_on(tokens_BT, state, moved)
-        window = Window.of(tokens_BT, moved, self.limit)
-        parts = window.parts(latents or self.latents, self.options.history_tokens)
+        window, parts = self._cut(tokens_BT, moved, latents)
         h_BMD, state = self._restart(window, parts)
         return window.at_the_end(h_BMD, parts), state
 
@@ -159,21 +161,30 @@ class PerceiverAR(Decoder):
             return self.hidden(tokens_BT, state)[1]
         return self.hidden(tokens_BT, latents=self.options.prompt_latents)[1]
 
-    def passes(self, tokens_BT: Tensor, /, mask: Tensor | None = None, doc_ids: Tensor | None = None) -> list[Tensor]:
-        """Return the vectors of `hidden` for whole sequences, without a state; training applies `vary_latents`,
-        `prefix_dropout`."""
-        self._check(tokens_BT, None, mask, doc_ids)
-        options, latents = self.options, self.latents
-        if self.training and options.vary_latents:
-            latents = int(torch.randint(options.fewest_latents, latents + 1, ()))
-        window = Window.of(tokens_BT, None if mask is None else compaction(mask), self.limit)
-        parts = window.parts(latents, options.history_tokens)
+    def passes(
+        self, ids_BT: Tensor, /, mask: Tensor | None = None, doc_ids: Tensor | None = None, latents: int | None = None
+    ) -> list[Tensor]:
+        """Return the vectors of `hidden` for whole sequences, without a state; training applies `vary_latents`, unless
+        `latents` are given, and `prefix_dropout`."""
+        self._check(ids_BT, None, mask, doc_ids)
+        options = self.options
+        if self.training and options.vary_latents and latents is None:
+            latents = int(torch.randint(options.fewest_predicted, self.latents + 1, ()))
+        window, parts = self._cut(ids_BT, None if mask is None else compaction(mask), latents)
         h_BMD = self._through(window, parts, None, options.prefix_dropout if self.training else 0.0)
         return [window.at_the_end(h_BMD, parts)]
 
     def loss_of_hidden(self, h_BMD: Tensor, labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
         """Return the cross-entropy of `loss` from the M vectors of `hidden` and the last M labels."""
         return super().loss_of_hidden(h_BMD, labels_BT[:, labels_BT.shape[1] - h_BMD.shape[1] :], reduction=reduction)
+
+    @torch.no_grad()
+    def weights(self, tokens_T: Sequence[int], /) -> list[WeightMatrix]:
+        """Return for each layer the weights of the history over itself, if it is updated, and of the latents."""
+        drawn: list[WeightMatrix] = []
+        tokens_BT = torch.tensor([list(tokens_T)], device=self.embedding.tokens.weight.device)
+        self._through(*self._cut(tokens_BT, None), None, drawn=drawn)
+        return drawn
 
     # Differences from other decoders.
 
@@ -272,9 +283,12 @@ class PerceiverAR(Decoder):
 
     # The pass over a window.
 
-    def _capped(self, history: int) -> int:
-        """Return `history`, at most `history_tokens`."""
-        return history if self.options.history_tokens is None else min(history, self.options.history_tokens)
+    def _cut(self, tokens_BT: Tensor, moved: Compaction | None, latents: int | None = None) -> tuple[Window, Parts]:
+        """Return the last tokens of whole rows, and their latents and history."""
+        if latents is not None and not 1 <= latents <= self.latents:
+            raise ValueError(f"latents must be between 1 and the model's {self.latents}, got {latents}")
+        window = Window.of(tokens_BT, moved, self.limit)
+        return window, window.parts(latents or self.latents, self.options.history_tokens)
 
     def _history_keys(self, i: int, start: Number) -> Number:
         """Return the number of history keys in layer i if the first latent is at position `start`."""
@@ -285,7 +299,7 @@ class PerceiverAR(Decoder):
             rows = options.projected
             return rows * min(start, 1) if isinstance(start, int) else rows * start.clamp(max=1)
         if isinstance(start, int):
-            return self._capped(start)
+            return min(start, options.history_tokens or start)
         return start if self.limit is None else start.clamp(max=options.history_tokens)
 
     def _restart(self, window: Window, parts: Parts) -> tuple[Tensor, State]:
@@ -302,9 +316,9 @@ class PerceiverAR(Decoder):
         return State({**tokens, **self._mode(), **layers}, self.config_hash)
 
     def _through(
-        self, window: Window, parts: Parts, layers: dict[str, State] | None, prefix_dropout: float = 0.0
+        self, window: Window, parts: Parts, layers: Layers, prefix_dropout: float = 0.0, drawn: Drawn = None
     ) -> Tensor:
-        """Return the latents after the last norm; unless `layers` is None, write each layer's keys and values to it."""
+        """Return the latents after the last norm; write the layers' keys and values to `layers`, weights to `drawn`."""
         start, latents, history = parts
         x_BWD = self.embedding(window.tokens_BW, window.first, window.lengths_B)
         before, x_BMD = cut(x_BWD, window, parts)
@@ -317,11 +331,11 @@ class PerceiverAR(Decoder):
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 x_BMD, k_BHSK, v_BHSK, past = checkpoint(self._layer, i, x_BMD, start, past, use_reentrant=False)
             else:
-                x_BMD, k_BHSK, v_BHSK, past = self._layer(i, x_BMD, start, past)
+                x_BMD, k_BHSK, v_BHSK, past = self._layer(i, x_BMD, start, past, drawn)
             if layers is not None:
                 if isinstance(window.seen, Tensor):
                     filled_B = k_BHSK.shape[2] - latents + window.seen - start
-                    k_BHSK, v_BHSK = to_the_end(k_BHSK, 2, filled_B), to_the_end(v_BHSK, 2, filled_B)
+                    k_BHSK, v_BHSK = (last_slots(x, x.shape[2], filled_B) for x in (k_BHSK, v_BHSK))
                 layers[f"layers.{i}"] = State({"keys": k_BHSK, "values": v_BHSK}, self.config_hash)
         return self.norm(x_BMD)
 
@@ -331,38 +345,44 @@ class PerceiverAR(Decoder):
 
     def _kept(self, tokens_BT: Tensor) -> Tensor:
         """Return the loss with all latents and the whole history, regardless of what training draws."""
-        window = Window.of(tokens_BT, None, self.limit)
-        h_BMD = self._through(window, window.parts(self.latents, self.options.history_tokens), None)
-        return self.loss_of_hidden(h_BMD, tokens_BT)
+        return self.loss_of_hidden(self._through(*self._cut(tokens_BT, None), None), tokens_BT)
 
     def _layer(
-        self, i: int, x_BMD: Tensor, start: Number, past: History | None
+        self, i: int, x_BMD: Tensor, start: Number, past: History | None, drawn: Drawn = None
     ) -> tuple[Tensor, Tensor, Tensor, History | None]:
         """Return the latents after layer i, its keys and values (the history's first), and the next layer's history."""
         block: Any = self.layers[i]
         mixer: BlockedAttention = block.attention
         z_BMD = block.attention_input(x_BMD)
-        k_BHSK, v_BHSK = mixer.keys(z_BMD, start), mixer.kv_values(z_BMD)
+        q_BHMK, k_BHSK, v_BHSK = mixer.queries(z_BMD, start), mixer.keys(z_BMD, start), mixer.kv_values(z_BMD)
         q_start: Number = 0
         k_start: Number = 0
+        names: list[str] = []
         if past is not None:
             z_BSD = block.attention_input(past.x_BSD)
             k_BHSK = torch.cat([at_places(mixer.keys, z_BSD, past.places), k_BHSK], 2)
             v_BHSK = torch.cat([mixer.kv_values(z_BSD), v_BHSK], 2)
             q_start, k_start = z_BSD.shape[1] - past.empty, -past.empty
-            past = self._updated(i, past, z_BSD, start)
-        y_BMD = attend(mixer, mixer.queries(z_BMD, start), k_BHSK, v_BHSK, Causal(), q_start, k_start)
+            names = past.names() if drawn is not None else names
+            past = self._updated(i, past, z_BSD, start, drawn)
+        if drawn is not None:
+            names += [str(start + m) for m in range(x_BMD.shape[1])]
+            drawn.append(WeightMatrix(i, "latents", weights_of(q_BHMK, k_BHSK, Causal(), q_start), True, names))
+        y_BMD = attend(mixer, q_BHMK, k_BHSK, v_BHSK, Causal(), q_start, k_start)
         return block.rest(x_BMD, y_BMD), k_BHSK, v_BHSK, past
 
-    def _updated(self, i: int, past: History, z_BSD: Tensor, start: Number) -> History | None:
+    def _updated(self, i: int, past: History, z_BSD: Tensor, start: Number, drawn: Drawn) -> History | None:
         """Return the history that the next layer reads, or None."""
         if str(i) not in self.history:  # no later layer reads an update
             late = i == 0 and self.options.first_layer == "full"
             return compress(past, self.compress.weight, start) if late and self.compress is not None else None
         block: Any = self.layers[i]
         mixer: Any = self.history[str(i)]
+        pattern = self.history_pattern
         q_BHSK, k_BHSK = (at_places(project, z_BSD, past.places) for project in (mixer.queries, mixer.keys))
-        y_BSD = attend(mixer, q_BHSK, k_BHSK, mixer.kv_values(z_BSD), self.history_pattern, -past.empty, -past.empty)
+        if drawn is not None:
+            drawn.append(WeightMatrix(i, "history", weights_of(q_BHSK, k_BHSK, pattern, 0), False, past.names()))
+        y_BSD = attend(mixer, q_BHSK, k_BHSK, mixer.kv_values(z_BSD), pattern, -past.empty, -past.empty)
         return past._replace(x_BSD=block.rest(past.x_BSD, y_BSD))
 
     # Decoding: add latents while there is room, then cut the window anew.
@@ -408,7 +428,7 @@ class PerceiverAR(Decoder):
             y_BTD = attend(mixer, mixer.queries(z_BTD, seen), k_BHSK, v_BHSK, Causal(), count, count - slots)
             x_BTD = block.rest(x_BTD, y_BTD)
             if new_B is not None:
-                k_BHSK, v_BHSK = to_the_end(k_BHSK, 2, slots + new_B), to_the_end(v_BHSK, 2, slots + new_B)
+                k_BHSK, v_BHSK = (last_slots(x, x.shape[2], slots + new_B) for x in (k_BHSK, v_BHSK))
             layers[f"layers.{i}"] = State({"keys": k_BHSK, "values": v_BHSK}, self.config_hash)
         after = advance(seen, tokens_BT.shape[1], new_B)
         return self.norm(x_BTD), self._state(self._last_tokens(tokens_BT, state, new_B), after, start, layers)
@@ -429,13 +449,13 @@ class PerceiverAR(Decoder):
         window = Window.from_last(self._last_tokens(token_B1, state, new_B), after)
         if isinstance(first, int) and isinstance(after, int):
             # A row taken out of a batch that restarted may have latents left.
-            first = first if bool(full) else start
-            assert isinstance(first, int)
-            used = after - first
-            parts = Parts(first, used, self._capped(window.tokens_BW.shape[1] - used))
+            start = first if bool(full) else start
+            assert isinstance(start, int)
+            used, history = after - start, window.tokens_BW.shape[1] - (after - start)
         else:
             start = torch.where(full, first, start)
-            parts = Parts(start, int((after - start).max()), self._capped(int(start.max())))
+            used, history = int((after - start).max()), int(start.max())
+        parts = Parts(start, used, min(history, options.history_tokens or history))
         h_BMD, state = self._restart(window, parts)
         newest = torch.as_tensor(after - parts.start - 1, device=h_BMD.device)
         return neighbours(h_BMD, newest.expand(h_BMD.shape[0]), 1), state
@@ -445,7 +465,7 @@ class PerceiverAR(Decoder):
         old_BW = state.tensor("tokens")
         tokens_BW = torch.cat([old_BW, tokens_BT.to(old_BW.dtype)], 1)
         if new_B is not None:
-            tokens_BW = to_the_end(tokens_BW, 1, old_BW.shape[1] + new_B)
+            tokens_BW = neighbours(tokens_BW, new_B - tokens_BT.shape[1], tokens_BW.shape[1])
         return tokens_BW if self.limit is None else tokens_BW[:, -self.limit :]
 
 

@@ -55,7 +55,7 @@ class Window(NamedTuple):
             return cls(tokens_BT[:, T - slots :], T - slots, T, None)
         first_B = (moved.lengths_B - slots).clamp(min=0)
         lengths_B = moved.lengths_B - first_B
-        order_BW = neighbours(moved.order_BT[..., None], first_B, slots)[..., 0]
+        order_BW = neighbours(moved.order_BT, first_B, slots)
         tokens_BW = tokens_BT.gather(1, order_BW).masked_fill(~real_slots(lengths_B, slots), 0)
         return cls(tokens_BW, 0 if slots == T else first_B, moved.lengths_B, lengths_B)
 
@@ -66,13 +66,14 @@ class Window(NamedTuple):
         if isinstance(seen, int):
             return cls(last_BW, seen - slots, seen, None)
         first_B = (seen - slots).clamp(min=0)
-        tokens_BW = neighbours(last_BW[..., None], first_B - (seen - slots), slots)[..., 0]
+        tokens_BW = neighbours(last_BW, first_B - (seen - slots), slots)
         lengths_B = seen - first_B
         return cls(tokens_BW.masked_fill(~real_slots(lengths_B, slots), 0), first_B, seen, lengths_B)
 
     def last(self) -> Tensor:
         """Return the tokens right-aligned."""
-        return self.tokens_BW if self.lengths_B is None else to_the_end(self.tokens_BW, 1, self.lengths_B)
+        slots = self.tokens_BW.shape[1]
+        return self.tokens_BW if self.lengths_B is None else neighbours(self.tokens_BW, self.lengths_B - slots, slots)
 
     def parts(self, latents: int, history_tokens: int | None) -> Parts:
         """Cut the window into `latents` (fewer if there are fewer tokens) and at most `history_tokens` before them."""
@@ -88,7 +89,7 @@ class Window(NamedTuple):
             return h_BMD
         used_B = self.seen - parts.start
         empty_BM = ~real_slots(used_B, parts.latents).flip(1)
-        return to_the_end(h_BMD, 1, used_B).masked_fill(empty_BM[..., None], 0.0)
+        return neighbours(h_BMD, used_B - parts.latents, parts.latents).masked_fill(empty_BM[..., None], 0.0)
 
 
 class History(NamedTuple):
@@ -99,6 +100,11 @@ class History(NamedTuple):
     """Position of slot 0, or of every slot, `[B, S]`."""
     empty: Number
     """Number of leading slots that hold nothing."""
+
+    def names(self) -> list[str]:
+        """Return the position of each token as text, or the number of each row of a compressed history."""
+        slots, places = range(self.x_BSD.shape[1]), self.places
+        return [str(places + s) if isinstance(places, int) else f"row {s}" for s in slots]
 
 
 def cut(x_BWD: Tensor, window: Window, parts: Parts) -> tuple[History, Tensor]:
@@ -168,6 +174,12 @@ def attend(
     return mixer.merge(y_BHTK)
 
 
+def weights_of(q_BHTK: Tensor, k_BHSK: Tensor, pattern: Pattern, q_start: Number) -> Tensor:
+    """Return the weights `[H, T, S]` of one sequence's queries: their outputs if values are rows of the identity."""
+    eye_SS = torch.eye(k_BHSK.shape[2], dtype=k_BHSK.dtype, device=k_BHSK.device)
+    return block_attention(q_BHTK, k_BHSK, eye_SS.expand(*k_BHSK.shape[:3], -1), pattern, q_start=q_start)[0]
+
+
 def at_places(project: Callable[[Tensor, Number], Tensor], x_BSD: Tensor, places: Number) -> Tensor:
     """Return queries or keys `[B, H, S, K]` of vectors at `places`, which need not be consecutive."""
     if isinstance(places, int) or places.ndim == 1:
@@ -177,17 +189,8 @@ def at_places(project: Callable[[Tensor, Number], Tensor], x_BSD: Tensor, places
     return alone.reshape(B, S, *alone.shape[1::2]).transpose(1, 2)
 
 
-def neighbours(x_BWD: Tensor, begin_B: Tensor, slots: int) -> Tensor:
-    """Return `slots` consecutive slots of each row from `begin` on; beyond either end the end slot repeats."""
-    index_BS = begin_B[:, None] + torch.arange(slots, device=x_BWD.device)
-    index_BS = index_BS.clamp(0, max(x_BWD.shape[1] - 1, 0))
-    return x_BWD.gather(1, index_BS[..., None].expand(-1, -1, x_BWD.shape[-1]))
-
-
-def to_the_end(x: Tensor, dim: int, lengths_B: Tensor) -> Tensor:
-    """Move each row's first `lengths` slots along `dim` to its end; before them slot 0 repeats."""
-    slots = x.shape[dim]
-    index_BS = (lengths_B[:, None] - slots + torch.arange(slots, device=x.device)).clamp(min=0)
-    shape = [1] * x.ndim
-    shape[0], shape[dim] = index_BS.shape
-    return x.gather(dim, index_BS.view(shape).expand_as(x))
+def neighbours(x: Tensor, begin_B: Tensor, slots: int) -> Tensor:
+    """Return consecutive slots of each row from `begin` on, `[B, slots, ...]`; beyond either end its slot repeats."""
+    index_BS = begin_B[:, None] + torch.arange(slots, device=x.device)
+    index_BS = index_BS.clamp(0, max(x.shape[1] - 1, 0))
+    return x.gather(1, index_BS.view(*index_BS.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))

@@ -25,8 +25,12 @@ class StackOptions(Config):
         """Whether a training step draws random numbers other than dropout's."""
         return False
 
+    def window_tokens(self, length: int) -> int:
+        """Return the number of tokens in a training window of which the model reads `length`."""
+        return length
+
     def window_labels(self, length: int) -> int:
-        """Return the number of labels in a training window of `length` tokens. Raises `ValueError` if it is 0."""
+        """Return the number of labels in a training window of which the model reads `length` tokens."""
         return length - 1
 
 
@@ -89,35 +93,27 @@ class PerceiverAROptions(StackOptions):
             raise ValueError(f"decode='frozen' needs refill below latents, got {self.kept} of {self.latents}")
 
     @property
-    def fewest_latents(self) -> int:
-        """Fewest latents in a training step."""
-        return (self.latents + 1) // 2 if self.vary_latents else self.latents
-
-    @property
     def fewest_predicted(self) -> int:
         """Fewest latents in a training step."""
-        return self.fewest_latents
+        return (self.latents + 1) // 2 if self.vary_latents else self.latents
 
     @property
     def draws(self) -> bool:
         """Whether the number of latents or the history's tokens are drawn."""
         return self.vary_latents or self.prefix_dropout > 0
 
+    def window_tokens(self, length: int) -> int:
+        """Return `length` and one: the last token is only the label of the last latent."""
+        return length + 1
+
     def window_labels(self, length: int) -> int:
-        """Return the fewest latents less one: the label of the last one follows the window. Raises `ValueError` if no
-        label or no history is left."""
+        """Return the fewest latents, each of which has a label. Raises `ValueError` if no history is left."""
         if length <= self.latents:
             raise ValueError(
                 f"perceiver_ar would have no history: batch.length={length} must be above its latents={self.latents}; "
                 "give longer windows (batch.length) or fewer latents (model.options.perceiver_ar.latents)"
             )
-        if self.fewest_latents < 2:
-            raise ValueError(
-                f"perceiver_ar needs at least {3 if self.vary_latents else 2} latents to train"
-                f"{' with vary_latents' if self.vary_latents else ''}, got {self.latents}: the label of a "
-                "window's last latent lies after the window"
-            )
-        return self.fewest_latents - 1
+        return self.fewest_predicted
 
     @property
     def kept(self) -> int:

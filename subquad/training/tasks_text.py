@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
+from torch.nn import functional as F
 
 from subquad.config import digest
 from subquad.data import TokenSet, TokenShard, prepare
@@ -65,21 +66,22 @@ class LanguageTask(Task):
         if not prompt_tokens:
             raise ValueError(f"run.prompt={prompt!r} holds no token of this tokenizer; choose another prompt")
         config = config.replace(model=fitted(config.model, corpus.train.vocab_size, "as in the tokenizer"))
+        size = options.window_tokens(config.batch.length)
         for name, shard in (("training", corpus.train), ("held-out", corpus.held_out)):
-            if len(shard) < config.batch.length:
+            if len(shard) < size:
                 raise ValueError(
-                    f"batch.length={config.batch.length} is longer than the {name} part of the text, which has "
-                    f"{len(shard)} tokens; give more text or shorter windows"
+                    f"batch.length={config.batch.length} takes windows of {size} tokens, but the {name} part of the "
+                    f"text has {len(shard)}; give more text or shorter windows"
                 )
             if isinstance(shard, TokenShard):  # checking a TokenSet would open all its shards
                 warn_of_carriage_returns(corpus.tokenizer, shard.tokens, f"the {name} part of the text")
-        windows, held_out = (_windows(part, config, labels, console) for part in (corpus.train, corpus.held_out))
-        if labels < config.batch.length - 1:
-            count = config.step_tokens // config.batch.length
+        windows, held_out = (_windows(part, config, size, labels, console) for part in (corpus.train, corpus.held_out))
+        if options.fewest_predicted is not None:
+            count = config.step_tokens // config.batch.length * labels
             logger.info(
-                "%s predicts the last %d tokens of each window of %d: %d of the %d tokens that a step reads; windows "
-                "start %d tokens apart",
-                *(config.model.attention, labels, config.batch.length, count * labels, config.step_tokens, labels),
+                "%s predicts the last %d tokens of each window of %d: %d in a step that reads %d; windows start "
+                "%d tokens apart",
+                *(config.model.attention, labels, size, count, config.step_tokens, labels),
             )
         end = separator_id(corpus.tokenizer)
         tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -93,6 +95,7 @@ class LanguageTask(Task):
                 "data": digest([corpus.fingerprint, corpus.train_files, len(corpus.train)]),
                 "tokenizer": digest(corpus.tokenizer.to_str()),
                 **({} if config.data.pack == "stream" else {"data.pack": config.data.pack, "windows": len(windows)}),
+                **({} if options.fewest_predicted is None else {"labels": labels}),
             },
             files={
                 "tokenizer.json": corpus.tokenizer.to_str(pretty=True).encode(),
@@ -164,12 +167,12 @@ class ProbeTask(Task):
 
     def evaluate(self, model: Any, batch: Batch) -> dict[str, Tensor]:
         """Return the loss, and for each sequence the numbers of asked and of correctly predicted tokens."""
-        output = model(**batch, use_cache=False)
-        predicted_BT = output.logits.argmax(-1)[:, :-1]
-        labels_BT = batch["labels"][:, -predicted_BT.shape[1] :]
-        asked_BT = labels_BT != IGNORED
-        right_BT = (predicted_BT == labels_BT) & asked_BT
-        return {"loss": rows(output.loss, batch), "right": right_BT.sum(-1), "asked": asked_BT.sum(-1)}
+        logits_BMV = model(batch["input_ids"][:, :-1], use_cache=False).logits
+        labels_BM = batch["labels"][:, -logits_BMV.shape[1] :]
+        loss = F.cross_entropy(logits_BMV.float().flatten(0, 1), labels_BM.flatten(), ignore_index=IGNORED)
+        asked_BM = labels_BM != IGNORED
+        right_BM = (logits_BMV.argmax(-1) == labels_BM) & asked_BM
+        return {"loss": rows(loss, batch), "right": right_BM.sum(-1), "asked": asked_BM.sum(-1)}
 
     def measure(self, values: dict[str, np.ndarray]) -> dict[str, float]:
         """Return the loss and the accuracy over all asked tokens."""
@@ -186,10 +189,10 @@ def _language_model(config: TrainConfig, *, end: int | None = None) -> Any:
 
 
 def _windows(
-    tokens: TokenShard | TokenSet, config: TrainConfig, labels: int, console: Console | None
+    tokens: TokenShard | TokenSet, config: TrainConfig, length: int, labels: int, console: Console | None
 ) -> Windows | PackedWindows | SetWindows:
-    """Cut the text `tokens` into windows with `labels` predicted tokens each."""
-    length, data = config.batch.length, config.data
+    """Cut the text `tokens` into windows of `length` tokens with `labels` predicted tokens each."""
+    data = config.data
     if data.pack == "stream":
         return windows_of(tokens, length, stride=labels)
     windows = preparing(
@@ -213,7 +216,7 @@ def check_probe(config: TrainConfig) -> None:
         return
     options.window_labels(config.batch.length)
     first = config.probe.first_asked(config.batch.length)
-    needed = config.batch.length - first + 1
+    needed = config.batch.length - first
     if fewest < needed:
         raise ValueError(
             f"{config.model.attention} may predict only the last {fewest} tokens, but {config.probe.name} asks from "

@@ -18,6 +18,28 @@ class TestElita(AttentionContract):
     options = {"horizon": 40}
 
 
+class TestElitaOnTheDiagonal(AttentionContract):
+    """The README's Intuition: a running softmax of the tokens before, not the fused gate."""
+
+    judged_together = 3
+
+    name = "elita"
+    options = {"horizon": 40, "self_term": "diagonal"}
+    laws = (1, 2, 3, 4, 5, 7, 8, 9, 11, 15)
+
+
+def test_the_diagonal_has_only_the_parameters_that_do_not_cancel():
+    layer = build("elita", **SIZES, self_term="diagonal")
+    sizes = {name: list(p.shape) for name, p in layer.named_parameters() if p.ndim != 2 or len(p) == 2}
+    assert sizes == {
+        "key.weight": [2, 16], "self_key.weight": [2, 16], "amplitude": [2, 16],
+        "frequency": [1, 2, 16], "phase": [1, 2, 16],
+    }  # fmt: skip
+    p1_HT, p2_HT = layer.position_terms(5)
+    assert p1_HT.any()
+    assert_exact(p2_HT, torch.zeros(2, 5))
+
+
 def test_position_terms_are_what_the_logits_add():
     torch.manual_seed(0)
     layer = build("elita", **SIZES, horizon=8).double()

@@ -60,6 +60,8 @@ OPTIONS = [
     ("elita", {"horizon": 1}, "horizon must be at least 2, got 1"),
     ("elita", {"position_width": 0}, "position_width must be at least 1, got 0"),
     ("elita", {"time": "i"}, r"time must be one of its choices, got 'i'.*valid: i/\(N-1\), i/N"),
+    ("elita", {"self_term": "own"}, r"self_term must be one of its choices, got 'own'.*valid: diagonal, slot"),
+    ("elita", {"self_term": "diagonal", "query_term": False}, "query_term=False has no effect with self_term='diago"),
     ("latte", {"num_latents": 5}, "num_latents must be a positive multiple of num_heads .*, got num_latents=5, num_he"),
     ("latte_macchiato", {"num_latents": 0}, "num_latents must be a positive multiple of num_heads"),
     ("latte_macchiato", {"width": 0}, "width must be at least 1, got 0"),

@@ -155,6 +155,24 @@ def test_elita_is_attention2(options: dict[str, object]) -> None:
     assert_heads(layer, x, row)
 
 
+@pytest.mark.parametrize("positions", [True, False])
+def test_elita_on_the_diagonal_is_the_intuition(positions: bool) -> None:
+    layer, x = make("elita", horizon=6, position_width=5, self_term="diagonal", positions=positions)
+    if positions:
+        for parameter in (layer.frequency, layer.phase, layer.amplitude):
+            nn.init.normal_(parameter)
+
+    def row(t, h):
+        v, k1, k2 = head(layer.value, x, h), layer.key(x)[:, h], layer.self_key(x)[:, h]
+        logits = k1[: t + 1] + 1.7 * t  # whatever the reading token adds to its whole row cancels
+        for s in range(t + 1 if positions else 0):
+            logits[s] += torch.sin(layer.frequency[0, h] * s / 6 + layer.phase[0, h]) @ layer.amplitude[h]
+        logits[t] += k2[t]
+        return logits.softmax(0) @ v[: t + 1]
+
+    assert_heads(layer, x, row)
+
+
 @pytest.mark.parametrize("sharing", ["none", "heads", "key_value"])
 def test_linformer_projects_keys_and_values_over_the_sequence(sharing: str) -> None:
     layer, x = make("linformer", sharing=sharing, max_tokens=TOKENS + 3, projected=4)
@@ -298,7 +316,7 @@ def test_bigbird_is_softmax_over_distinct_blocks(causal: bool) -> None:
 FORMS = [
     *((name, {"causal": causal}) for name in ("linear", "latte", "performer", "luna") for causal in (True, False)),
     *(("performer", {"kernel": "relu", "causal": causal}) for causal in (True, False)),
-    ("elita", {}),
+    *(("elita", {"self_term": term}) for term in ("slot", "diagonal")),
     ("linformer", {}),
 ]
 

@@ -132,7 +132,7 @@ def test_wrong_arguments_are_one_line_and_status_2(refused, tmp_path, monkeypatc
     ("model: {num_layer: 3}", "unknown option 'model.num_layer'; did you mean 'model.num_layers'? valid: model."),
     ("modle: {num_layers: 3}", "unknown option 'modle.num_layers'; did you mean 'model'? valid: batch, "),
     ("model: {num_layers: many}", "model.num_layers: Expected a int. Got value: many"),
-    ("model: {norm: rsm}", "model.norm must be layer, rms or zero_centred_rms, got 'rsm'; did you mean 'rms'?"),
+    ("model: {norm: rsm}", "model.norm must be layer, rms, zero_centred_rms or unscaled_layer, got 'rsm'; did you m"),
 ])  # fmt: skip
 def test_a_mistake_in_a_file_names_the_file(refused, tmp_path, text, match):
     file = tmp_path / "bad.yaml"

@@ -12,6 +12,7 @@ from subquad import attention
 from subquad.cli import main
 from subquad.cli.show import PICTURES, _reading_example
 from subquad.data.labelled import toy
+from subquad.evaluation import drawing
 from subquad.hf import SubquadForSequenceClassification
 from subquad.hf.encoders import SubquadClassifierConfig
 from subquad.models import DecoderConfig, EncoderConfig, matrices
@@ -63,20 +64,21 @@ def test_trained_weights_are_those_of_the_layers_own_inputs(hybrid):
     decoder = load_run(hybrid, "cpu").decoder
     tokens = torch.tensor([[7, 1, 200, 7, 9, 3]])
     layers = matrices.trained_weights(decoder, tokens[0].tolist())
-    assert [layer.name for layer, _ in layers] == ["llp", "elita"]
+    assert [(matrix.layer, matrix.name, matrix.causal) for matrix in layers] == [(0, "llp", True), (1, "elita", True)]
     block = decoder.blocks()[1]
     below, _, _ = decoder.blocks()[0](decoder.embedding(tokens), None, None)
-    assert_exact(layers[1][1], block.attention.weights(block.attention_norm(below))[0])
+    assert_exact(layers[1].weights_HTS, block.attention.weights(block.attention_norm(below))[0])
 
 
 def test_loops_are_drawn_each_and_layers_with_the_memory_that_they_are_handed():
     shape = {"vocab_size": 9, "dim": 16, "num_heads": 2, "position": "none", "init_std": 0.5}
     loops = build_model(DecoderConfig(**shape, num_layers=1, attention="full", loops=3))
     first, _, third = matrices.trained_weights(loops, [1, 2, 3])
-    assert not torch.equal(first[1], third[1])
+    assert not torch.equal(first.weights_HTS, third.weights_HTS)
     luna = build_model(DecoderConfig(**shape, num_layers=2, attention="luna"))
-    first, second = matrices.trained_weights(luna, [1, 2, 3])
-    assert second[0].memory is first[0].memory
+    matrices.trained_weights(luna, [1, 2, 3])
+    first, second = (block.attention for block in luna.blocks())
+    assert second.memory is first.memory
 
 
 def labelling(folder, *, task=True, pooling="mean", **model):
@@ -104,8 +106,8 @@ QUICK = {("full", "mean"), ("latte", "class"), ("luna", "class"), ("linformer", 
 ])  # fmt: skip
 def test_weights_of_a_classifier_are_those_that_its_layers_mix_by(tmp_path, name, pooling):
     model = load_classifier(labelling(tmp_path, attention=name, pooling=pooling), "cpu").model.double()
-    mixed = []
-    for block in matrices.blocks(model):
+    mixed, blocks = [], matrices.blocks(model)
+    for block in blocks:
         block.attention_norm.register_forward_hook(lambda _, __, z_BTD: mixed.append([z_BTD]))
         # The first thing after the mixing: its output and the residual path.
         block.feedforward_norm.register_forward_pre_hook(lambda _, given: mixed[-1].append(given[0]))
@@ -113,11 +115,11 @@ def test_weights_of_a_classifier_are_those_that_its_layers_mix_by(tmp_path, name
     layers = matrices.trained_weights(model, [0, 2, 1, 1, 2, 0, 1])
     del mixed[4:]  # each layer's input, computed once more
     assert len(layers) == 2
-    for (layer, w_HTS), before_BTD, (z_BTD, after_BTD) in zip(layers, mixed[::2], mixed[1::2], strict=True):
-        assert w_HTS.shape[1:] == (7 + (pooling == "class"),) * 2
+    for block, matrix, before_BTD, (z_BTD, after_BTD) in zip(blocks, layers, mixed[::2], mixed[1::2], strict=True):
+        assert matrix.weights_HTS.shape[1:] == (7 + (pooling == "class"),) * 2
         with torch.no_grad():
-            assert_exact(w_HTS, layer.weights(z_BTD)[0])
-            assert_same_maths(layer.definition(z_BTD), after_BTD - before_BTD)
+            assert_exact(matrix.weights_HTS, block.attention.weights(z_BTD)[0])
+            assert_same_maths(block.attention.definition(z_BTD), after_BTD - before_BTD)
 
 
 @torch.no_grad()
@@ -125,8 +127,8 @@ def test_post_norm_layers_are_drawn_from_what_their_mechanisms_read():
     shape = {"vocab_size": 9, "dim": 16, "num_heads": 2, "num_layers": 2, "init_std": 0.5, "norm_position": "post"}
     model, tokens = build_model(DecoderConfig(**shape, attention="full")), torch.tensor([[1, 2, 3, 4]])
     below, _, _ = model.blocks()[0](model.embedding(tokens), None, None)
-    _, (layer, weights) = matrices.trained_weights(model, tokens[0].tolist())
-    assert_exact(weights, layer.weights(below)[0])
+    _, matrix = matrices.trained_weights(model, tokens[0].tolist())
+    assert_exact(matrix.weights_HTS, model.blocks()[1].attention.weights(below)[0])
 
 
 def test_a_classifiers_picture_is_of_the_chosen_example(tmp_path):
@@ -137,9 +139,10 @@ def test_a_classifiers_picture_is_of_the_chosen_example(tmp_path):
     for arguments, number, length in (([], 0, 32), (["--example", "4", "--tokens", "9"], 4, 9)):
         chosen = PICTURES["weights"][0]().parse_args(["runs", *arguments])
         chosen.run = str(folder)
-        _, tokens, names = _reading_example(chosen)
+        (matrix, _), names = _reading_example(chosen)
         real = items[number]["attention_mask"].bool()
-        assert tokens == items[number]["input_ids"][real][:length].tolist()
+        tokens = items[number]["input_ids"][real][:length].tolist()
+        assert matrix.weights_HTS.shape[-1] == len(tokens) + 1
         assert names == ["class", *map(str, tokens)]
 
 
@@ -184,6 +187,61 @@ def test_pictures_of_untrained_layers(tmp_path, monkeypatch, printed):
     assert (tmp_path / "positions.png").is_file()
 
 
+@pytest.fixture
+def drawn(monkeypatch):
+    """Return the grids of panels that are drawn, and draw nothing."""
+    grids = []
+    monkeypatch.setattr(drawing, "draw_weights", lambda grid, **given: grids.append((grid, given)))
+    monkeypatch.setattr(drawing, "save", lambda figure, file: file.touch())
+    return grids
+
+
+@pytest.mark.parametrize(("history", "rows"), [
+    ("cross", ["0: latents", "1: latents"]),
+    *((history, ["0: history", "0: latents", "1: latents"]) for history in ("self", "segments", "compressed")),
+])  # fmt: skip
+def test_perceiver_ar_is_drawn_by_layer_and_who_reads(drawn, tmp_path, history, rows):
+    options = ["--attention", "perceiver_ar", "--options.perceiver_ar.history", history]
+    assert main(["show", "weights", *options, *SMALL, "--out", str(tmp_path / "a.png")]) == 0
+    ((grid, _),) = drawn
+    assert [[panel.row for panel in line] for line in grid] == [[f"layer {row}"] * 2 for row in rows]
+    by_row = {line[0].row: line[0].matrix for line in grid}
+    before = 2 if history == "compressed" else 8
+    assert by_row["layer 0: latents"].shape == (8, before + 8)
+    assert by_row["layer 1: latents"].shape == (8, 8 if history == "cross" else before + 8)
+    assert not by_row["layer 0: latents"][:, before:][np.triu_indices(8, 1)].any()
+    assert by_row["layer 0: latents"][:, :before].all()
+    if history != "cross":
+        segment = np.arange(before) // (2 if history == "segments" else before)
+        assert ((by_row["layer 0: history"] > 0) == (segment[:, None] == segment)).all()
+
+
+def test_a_stack_is_drawn_beside_mechanisms_and_when_trained(drawn, tmp_path):
+    out = ["--out", str(tmp_path / "a.png")]
+    assert main(["show", "weights", "--attention", "window,perceiver_ar", *SMALL, *out]) == 0
+    folder = str(MODELS["perceiver_ar"](tmp_path))
+    for layer in "01":
+        assert main(["show", "weights", folder, "--text", "abcdefg", "--layer", layer, *out]) == 0
+    (beside, _), (first, _), (second, given) = drawn
+    names = ["window", "perceiver_ar\nlayer 0: latents", "perceiver_ar\nlayer 1: latents"]
+    assert [panel.title for line in beside for panel in line] == names
+    assert [line[0].row for line in first] == ["layer 0: history", "layer 0: latents"]
+    assert [line[0].row for line in second] == ["layer 1: latents"]
+    assert [panel.keys for panel in second[0]] == [list("0123456")] * 2
+    assert given["tokens"] == list("abcdefg")
+
+
+def test_a_single_matrix_has_its_own_tokens_beside_it():
+    panel = drawing.Panel(np.eye(2, 4), causal=True, keys=["row 0", "2", "3", "4"])
+    axis = drawing.draw_weights([[panel]], title="", tokens=list("abcde")).axes[0]
+    assert [text.get_text() for text in axis.get_xticklabels()] == ["row·0", "c", "d", "e"]
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["d", "e"]
+    ticks = drawing.draw_weights([[panel, panel]], title="").axes[1]
+    assert [text.get_text() for text in ticks.get_xticklabels() + ticks.get_yticklabels()] == ["row 0", "4", "3", "4"]
+    (image,) = axis.images
+    assert np.isnan(image.get_array().filled(np.nan)).tolist() == [[False] * 3 + [True], [False] * 4]
+
+
 @pytest.mark.slow
 def test_pictures_of_all_mechanisms(tmp_path):
     for what in ("weights", "reach"):
@@ -202,8 +260,8 @@ def test_pictures_of_a_trained_model(tmp_path, hybrid, monkeypatch):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["weights", "--attention", "llp", "--head", "2"], "there is no head 2: heads are 0 to 1"),
     (["weights", "--attention", "llp", "--layer", "0"], "--layer is for a trained model"),
-    (["weights", "--attention", "perceiver_ar"], f"{STACK}perceiver_ar is a"),
-    (["cost", "--attention", "perceiver_io"], f"{STACK}perceiver_io is a stack of its own"),
+    *(([what, "--attention", name], f"{STACK}{name} is a stack of its own")
+      for what, name in (("cost", "perceiver_io"), ("weights", "perceiver"), ("reach", "perceiver_ar"))),
     (["weights", "--tokens", "0"], "--tokens must be at least 1, got 0"),
     (["weights", "--out", "a.jpg"], "a picture's name must end with .png or .svg, got 'a.jpg'"),
     (["weights", "--out", "nowhere/a.png"], "there is no folder nowhere for a.png"),
@@ -219,9 +277,10 @@ def test_mistakes_are_named(refused, tmp_path, monkeypatch, arguments, message):
     assert list(tmp_path.iterdir()) == []
 
 
+V1 = {"perceiver_ar": {"latents": 4, "history": "self"}}
 MODELS = {
     "decoder": lambda folder: saved(folder, attention="full"),
-    "perceiver_ar": lambda folder: saved(folder, attention="perceiver_ar", options={"perceiver_ar": {"latents": 4}}),
+    "perceiver_ar": lambda folder: saved(folder, attention="perceiver_ar", options=V1),
     "classifier": lambda folder: labelling(folder, attention="full"),
     "no config.yaml": lambda folder: labelling(folder, attention="full", task=False),
     "perceiver": lambda folder: labelling(folder, attention="perceiver"),
@@ -234,11 +293,11 @@ MODELS = {
     ("decoder", ["--text", ""], "--text must have at least one token, got ''"),
     ("decoder", ["--text", "abc", "--example", "0"], "--example is for a classifier"),
     ("decoder", ["--text", "abc", "--attention", "llp"], "a run has its own mechanisms"),
-    ("perceiver_ar", ["--text", "abc"], f"{STACK}this model is a stack of its own: perceiver_ar"),
     ("classifier", ["--example", "5"], "there is no example 5: examples are 0 to 4"),
     ("classifier", ["--text", "abc"], "--text is for a language model; choose a sequence of the classifier's task by"),
     ("no config.yaml", [], "has no config.yaml that names the sequences of its task"),
     ("perceiver", [], f"{STACK}this model is a stack of its own: perceiver"),
+    ("perceiver_ar", ["--text", "abcde", "--layer", "2"], "there is no layer 2: layers are 0 to 1"),
 ])  # fmt: skip
 def test_mistakes_about_a_trained_model_are_named(refused, tmp_path, model, arguments, message):
     assert message in refused("show", "weights", MODELS[model](tmp_path), *arguments)

@@ -85,6 +85,12 @@ def test_perceiver_ar_is_compared_as_its_documentation_says(history):
     assert "up to 3 tokens; in longer sequences only the last" in report.check("truncation").detail
 
 
+def test_one_latent_passes_every_check_but_truncation_which_needs_two():
+    report = audit(perceiver(latents=1), **QUICK)
+    assert report.passed, str(report)
+    assert not_checked(report) - NOT_ASKED == {"truncation"}
+
+
 @pytest.mark.parametrize("decode", ["refill", "frozen"])
 def test_decoding_that_is_another_pass_by_design_is_not_judged(decode):
     model = perceiver(decode=decode)

@@ -89,6 +89,14 @@ def test_every_token_but_the_first_is_scored_once_and_right(attention, tokens, l
         close(part.loss, inside.mean())
 
 
+def test_one_latent_scores_each_token_once_and_counts_its_bits():
+    model, ids = make("perceiver_ar", options={"perceiver_ar": {"latents": 1}}), text(9)
+    result = evaluate(model, ids, length=4, text_bytes=9)
+    nats, context = brute_force(model, ids, length=4, stride=1, latents=1)
+    assert (result.tokens, result.stride, context.tolist()) == (8, 1, [1, 2, 3, 4, 4, 4, 4, 4])
+    close([result.loss, result.bits_per_byte], [nats.sum() / 8, (nats.sum() + math.log(VOCAB)) / math.log(2) / 9])
+
+
 def test_ranges_of_positions_double(model):
     parts = evaluate(model, text(60), length=11).by_position
     assert [(part.start, part.stop) for part in parts] == [(1, 2), (2, 4), (4, 8), (8, 12)]

@@ -14,7 +14,7 @@ TINY = {
     "schedule": {"warmup": 1},
     "run": {"steps": 4, "precision": "float32"},
 }
-PERCEIVER = {"model": {"attention": "perceiver_ar", "options": {"perceiver_ar": {"latents": 5}}}}
+PERCEIVER = {"model": {"attention": "perceiver_ar", "options": {"perceiver_ar": {"latents": 4}}}}
 TRAIN = {
     "group": ["arm", "kind", "budget"],
     "table": ["loss", "steps", "parameters"],

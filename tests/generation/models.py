@@ -21,7 +21,7 @@ HISTORIES = {
 MECHANISMS = [name for name in attention.names() if "causal" in attention.mechanism(name).forms]
 EXACT, REFILL = ([f"perceiver_ar {history} {decode}" for history in HISTORIES] for decode in ("exact", "refill"))
 QUICK = [*MECHANISMS, *EXACT, "perceiver_ar self refill", "hybrid", "loops", "learned", "sinks", "post"]
-EVERY = [*QUICK, *(name for name in REFILL if name not in QUICK), "llp first block", "gated"]
+EVERY = [*QUICK, *(name for name in REFILL if name not in QUICK), "llp first block", "gated", "diagonal"]
 
 
 def every(quick=QUICK, names=EVERY):
@@ -38,6 +38,12 @@ OWN = {
     "hybrid": {"attention": ["latte", "full"], "position": "sinusoidal"},
     "loops": {"attention": "window", "options": {"window": {"width": 4}}, "loops": 2},
     "learned": {"attention": "linear", "position": "learned", "max_positions": 64},
+    "diagonal": {
+        "attention": "elita",
+        "norm": "unscaled_layer",
+        "position": "none",
+        "options": {"elita": {"self_term": "diagonal"}},
+    },
     "post": {
         "attention": ["latte", "full"],
         "position": "sinusoidal",

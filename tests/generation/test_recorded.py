@@ -12,10 +12,10 @@ from subquad.generation.slots import FixedSlots
 from subquad.testing import assert_exact, assert_same_maths
 from tests.generation.models import MECHANISMS, every, make, numbers
 
+NAMED = ("loops", "hybrid", "sinks", "gated", "post", "diagonal")
 
-@every(
-    ("linear", "full", "loops", "sinks", "gated", "post"), (*MECHANISMS, "loops", "hybrid", "sinks", "gated", "post")
-)
+
+@every(("linear", "full", "loops", "sinks", "gated", "post", "diagonal"), (*MECHANISMS, *NAMED))
 def test_a_recorded_step_has_the_models_logits(name):
     model = make(name)
     fixed, states = FixedSlots(model, 2, 40), []

@@ -1,5 +1,7 @@
 """Perceiver AR as a transformers model: modes of decoding, latents of a call, and the loss."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -45,22 +47,49 @@ def test_the_latents_of_a_call_can_be_set():
 
 
 @every_history
-def test_the_loss_is_that_of_the_latents(form):
+def test_the_loss_is_that_of_all_latents_before_each_rows_last_token(form):
     model, ids = perceiver_ar(form), prompt(length=11)
-    for padding in (slice(0, 0), slice(0, 4), slice(7, 11)):
+    for padding in (slice(0, 0), slice(0, 4), slice(7, 11), slice(2, 10)):
         mask = torch.ones_like(ids)
         mask[1, padding] = 0
         inputs = {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
         output = model(ids, **inputs)
-        assert output.logits.shape == (2, LATENTS, VOCABULARY)
+        assert_same_maths(output.logits, model(ids, attention_mask=mask).logits, "logits do not depend on labels")
         losses = []
         for row, real in zip(ids, mask.bool(), strict=True):
-            logits = model.model(row[None, real])[0][0]
-            losses.append(F.cross_entropy(logits[:-1], row[real][-LATENTS + 1 :], reduction="none"))
+            logits = model.model(row[None, real][:, :-1])[0][0]
+            assert len(logits) == min(LATENTS, int(real.sum()) - 1)
+            losses.append(F.cross_entropy(logits, row[real][-len(logits) :], reduction="none"))
         assert_same_maths(output.loss, torch.cat(losses).mean())
-        assert_same_maths(model(ids, **inputs, use_cache=False).loss, output.loss)
+        assert_same_maths(model(ids, **inputs, use_cache=False, output_logits=False).loss, output.loss)
         total = model(ids, **inputs, num_items_in_batch=torch.tensor(2)).loss
         assert_same_maths(total, torch.cat(losses).sum() / 2)
+
+
+@pytest.mark.parametrize(("latents", "tokens", "counted"), [
+    (5, 11, 5), (5, 6, 5), (5, 5, 4), (1, 11, 1), (1, 2, 1), (1, 1, 0), (3, 4, 3),
+])  # fmt: skip
+def test_each_latent_has_a_label(latents, tokens, counted):
+    """With a head of zeros each label costs log(vocabulary), so that the sum of losses counts labels."""
+    model, ids = perceiver_ar("self", latents=latents), prompt(length=tokens)
+    torch.nn.init.zeros_(model.model.head_weight)
+    for module in (model.train(), model.eval()):
+        labels = module(ids, labels=ids, num_items_in_batch=1).loss / math.log(VOCABULARY)
+        assert_same_maths(labels, torch.tensor(2.0 * counted).double())
+    ignored = ids.clone()
+    ignored[0, -1] = -100
+    labels = model(ids, labels=ignored, num_items_in_batch=1).loss / math.log(VOCABULARY)
+    assert_same_maths(labels, torch.tensor(2.0 * counted - (counted > 0)).double())
+    few = model(ids, labels=ids, latents=1, num_items_in_batch=1).loss / math.log(VOCABULARY)
+    assert_same_maths(few, torch.tensor(2.0 * (tokens > 1)).double())
+
+
+def test_after_a_cache_every_token_is_a_latent_and_the_last_one_has_no_label():
+    model, ids, cache = perceiver_ar(), prompt(length=8), SubquadCache()
+    model(ids[:, :5], past_key_values=cache)
+    output = model(ids[:, 5:], past_key_values=cache, labels=ids[:, 5:])
+    expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 6:].flatten())
+    assert_same_maths(output.loss, expected)
 
 
 def test_kept_logits_are_places_among_the_latents():

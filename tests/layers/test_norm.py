@@ -11,6 +11,9 @@ def test_norms_are_their_equations():
     centred = x - x.mean(-1, keepdim=True)
     assert_same_maths(layer(x), centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt())
     assert_same_maths(rms(x), x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt())
+    unscaled = build_norm("unscaled_layer", 8)
+    assert not [*unscaled.parameters()]
+    assert_same_maths(unscaled(x), layer(x))
 
 
 @torch.no_grad()

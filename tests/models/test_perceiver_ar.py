@@ -23,12 +23,14 @@ def at(x_THK, places):
     return torch.stack([rotate(x[None, :, None], p)[0, :, 0] for x, p in zip(x_THK, places, strict=True)])
 
 
-def dense(mixer, z_TD, q_places, past_SD, k_places, allowed_TS):
-    """`out(softmax(q k^T / sqrt(K)) v)` with one sequence's dense weights."""
+def dense(mixer, z_TD, q_places, past_SD, k_places, allowed_TS, drawn=None):
+    """`out(softmax(q k^T / sqrt(K)) v)` with one sequence's dense weights, which are added to `drawn`."""
     q, k, v = (x.unflatten(-1, (2, -1)) for x in (mixer.query(z_TD), mixer.key(past_SD), mixer.value(past_SD)))
     q, k = at(q, q_places), at(k, k_places)
     scores_HTS = torch.einsum("thk,shk->hts", q, k) / math.sqrt(q.shape[-1])
     weights_HTS = scores_HTS.masked_fill(~allowed_TS, -math.inf).softmax(-1)
+    if drawn is not None:
+        drawn.append(weights_HTS)
     return mixer.out(torch.einsum("hts,shk->thk", weights_HTS, v).flatten(1))
 
 
@@ -41,7 +43,7 @@ def finished(block, x_TD, y_TD, post):
     return x_TD + block.feedforward(block.feedforward_norm(x_TD))
 
 
-def by_definition(model, tokens_T, latents=small.LATENTS, kept=None):
+def by_definition(model, tokens_T, latents=small.LATENTS, kept=None, drawn=None):
     """The vectors of one sequence's latents; `kept` are the history's positions that are not dropped (None: all)."""
     options, T = model.options, len(tokens_T)
     m = min(latents, T)
@@ -61,15 +63,16 @@ def by_definition(model, tokens_T, latents=small.LATENTS, kept=None):
         old, lat = (x_old, x_lat) if post else (block.attention_norm(x_old), block.attention_norm(x_lat))
         S = len(places)
         allowed = torch.cat([torch.ones(m, S), torch.ones(m, m).tril()], 1).bool()
-        y = dense(block.attention, lat, lat_places, torch.cat([old, lat]), places + lat_places, allowed)
-        x_lat = finished(block, x_lat, y, post)
+        both, read = torch.cat([old, lat]), places + lat_places
+        x_lat = finished(block, x_lat, dense(block.attention, lat, lat_places, both, read, allowed, drawn), post)
         if options.history == "cross":
             x_old, places = x_old[:0], []
         elif options.first_layer == "full" and i == 0 and h:
             x_old, places = compressed, compressed_places
         elif S and i < len(model.layers) - 1:
             segment = torch.arange(S) // (small.SEGMENT if options.history == "segments" else S)
-            y = dense(model.history[str(i)], old, places, old, places, segment[:, None] == segment)
+            same = segment[:, None] == segment
+            y = dense(model.history[str(i)], old, places, old, places, same, drawn)
             x_old = finished(block, x_old, y, post)
     return x_lat if post else model.norm(x_lat)
 
@@ -91,6 +94,29 @@ def test_the_model_is_its_equations(form, fields):
         h, state = model.hidden(ids, latents=latents)
         assert state["start"] == small.TOKENS - latents
         assert_same_maths(h[0], by_definition(model, ids[0], latents), f"{latents} latents")
+
+
+@small.every_history
+@torch.no_grad()
+def test_weights_are_those_that_its_layers_mix_by(form):
+    model, drawn = small.perceiver_ar(form), []
+    tokens_T = small.tokens(1)[0]
+    by_definition(model, tokens_T, drawn=drawn)
+    found = model.weights(tokens_T.tolist())
+    for matrix in sorted(found, key=lambda m: (m.layer, m.name == "history")):
+        assert_same_maths(matrix.weights_HTS, drawn.pop(0), f"layer {matrix.layer}, {matrix.name}")
+        T, S = matrix.weights_HTS.shape[1:]
+        later_TS = torch.ones(T, S).triu(1 + S - T).bool()
+        assert matrix.causal == (not matrix.weights_HTS[:, later_TS].any())
+    assert not drawn
+    latents = [str(t) for t in range(small.TOKENS - small.LATENTS, small.TOKENS)]
+    history = model.options.history_tokens or small.TOKENS - small.LATENTS
+    tokens = [str(t) for t in range(small.TOKENS - small.LATENTS - history, small.TOKENS - small.LATENTS)]
+    rows = [f"row {r}" for r in range(small.ROWS)]
+    for matrix in found:
+        compressed = model.compress is not None and (matrix.layer or model.options.first_layer == "compressed")
+        read = [] if form.startswith("cross") and matrix.layer else rows if compressed else tokens
+        assert matrix.keys == (read if matrix.name == "history" else read + latents)
 
 
 @small.every_history

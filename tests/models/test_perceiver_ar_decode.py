@@ -38,6 +38,33 @@ def test_exact_equals_the_pass_over_all_tokens_at_each_step(form, fields):
         assert state.seen == small.TOKENS
 
 
+@every_mode
+def test_one_latent_decodes_as_a_pass_for_each_token(decode):
+    model, ids = small.perceiver_ar("segments-short", {"latents": 1, "decode": decode}), small.tokens(2)
+    state = model.read(ids[:, :3])
+    for t in range(3, small.TOKENS):
+        logits, state = model(ids[:, t : t + 1], state)
+        assert_same_maths(logits, model(ids[:, : t + 1])[0], f"token {t}")
+
+
+def test_rows_that_get_their_latents_at_different_times_are_as_alone():
+    """Kept keys of a row that got fewer tokens are moved to the end, where the next token looks for them."""
+    model, ids = decoding("self", "refill"), small.tokens(2)
+    _, state = model(ids[:, :2])
+    for step, got in enumerate([[True, False], [False, True], [True, True]]):
+        logits, state = model(ids[:, 2 + step : 3 + step], state, torch.tensor(got)[:, None])
+    for row, read in enumerate(([0, 1, 2, 4], [0, 1, 3, 4])):
+        assert_same_maths(logits[row, -1], model(ids[row : row + 1, read])[0][0, -1], f"row {row}")
+
+
+def test_a_state_without_spare_slots_is_trimmed_to_itself():
+    model = decoding("self-short", "refill", 2)
+    state = model.read(small.tokens(1, 7))  # 5 tokens before the latents, of which 4 are history
+    trimmed = model.trim_state(state)
+    for i in range(len(model.layers)):
+        assert_exact(trimmed.child(f"layers.{i}").tensor("keys"), state.child(f"layers.{i}").tensor("keys"))
+
+
 @small.every_history
 def test_refill_equals_the_pass_with_the_same_first_latent(form):
     for refill in (2, small.LATENTS) if form == "self" else (2,):

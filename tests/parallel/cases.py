@@ -21,6 +21,7 @@ MECHANISMS = {
     "delta_net": ("delta_net", {"beta_range": 2}),
     "dilated": ("dilated", {"width": 3, "dilation": 4, "rope": True}),
     "elita": ("elita", {"horizon": 16}),
+    "elita diagonal": ("elita", {"horizon": 16, "self_term": "diagonal"}),
     "full": ("full", {"rope": True, "num_kv_heads": 1, "bias": True}),
     "hgrn2": ("hgrn2", {}),
     "full gated": ("full", {"output_gate": True}),

@@ -23,11 +23,13 @@ from tests.training.configs import MQAR, PROBE, perceiver
 from tests.training.helpers import read_json, records, train_by_command
 
 
-@pytest.mark.parametrize(("length", "part"), [(2000, "training"), (400, "held-out")])
-def test_texts_shorter_than_a_window_are_refused(make_config, length, part):
-    message = rf"batch.length={length} is longer than the {part} part of the text, which has \d+ tokens; give more"
+@pytest.mark.parametrize(("changes", "length", "size", "part"), [
+    ({}, 2000, 2000, "training"), ({}, 400, 400, "held-out"), (perceiver(), 400, 401, "held-out")
+])  # fmt: skip
+def test_texts_shorter_than_a_window_are_refused(make_config, changes, length, size, part):
+    message = rf"batch.length={length} takes windows of {size} tokens, but the {part} part of the text has \d+; give"
     with pytest.raises(ValueError, match=message):
-        prepare_task(make_config({"batch.length": length}), None)
+        prepare_task(make_config(changes, {"batch.length": length}), None)
 
 
 def test_a_bad_shard_stops_a_run_or_is_skipped(make_config, text, tmp_path, caplog):
@@ -40,12 +42,12 @@ def test_a_bad_shard_stops_a_run_or_is_skipped(make_config, text, tmp_path, capl
     assert "shard 00001.tokens of" in caplog.text
 
 
-LENGTH, LATENTS = 32, 9
+LENGTH = 32
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("vary", [False, True])
-def test_over_one_epoch_the_labels_cover_the_text(make_config, text, tmp_path, monkeypatch, vary):
+@pytest.mark.parametrize(("latents", "vary"), [(9, False), (9, True), (1, False), (31, False)])
+def test_over_one_epoch_the_labels_cover_the_text(make_config, text, tmp_path, monkeypatch, latents, vary):
     """Counts how often each place of the text reaches the cross-entropy as a label."""
     places = Counter()
 
@@ -56,23 +58,25 @@ def test_over_one_epoch_the_labels_cover_the_text(make_config, text, tmp_path, m
 
     monkeypatch.setattr(Decoder, "loss_of_hidden", loss_of_hidden)
     (tmp_path / "short.py").write_text(text.read_text()[:500])
-    config = make_config(perceiver(vary_latents=vary), {"data.path": str(tmp_path / "short.py")})
+    config = make_config(perceiver(latents=latents, vary_latents=vary), {"data.path": str(tmp_path / "short.py")})
     task = prepare_task(config, None)
-    stride = (LATENTS + 1) // 2 - 1 if vary else LATENTS - 1
+    stride = (latents + 1) // 2 if vary else latents
     assert options_of(config.model).window_labels(LENGTH) == task.train.stride == task.held_out.dataset.stride == stride
     torch.manual_seed(0)
+    assert task.identity["labels"] == stride, "a run with other labels is not resumed"
     model = task.make_model().train(vary)
     for index in range(task.count):
         tokens = task.train[index]["input_ids"]
-        here = torch.arange(index * stride, index * stride + len(tokens))
+        here = torch.arange(index * stride, index * stride + LENGTH + 1)
         assert tokens.tolist() == task.data.train.tokens[here.numpy()].tolist()
         model(tokens[None], labels=here[None], use_cache=False)
-    assert set(range(LENGTH - stride, max(places) + 1)) <= set(places)
+    assert set(range(LENGTH + 1 - stride, max(places) + 1)) <= set(places)
     assert len(task.data.train) - 1 - max(places) < stride
     if vary:
         assert set(places.values()) > {1}, "a token is a label at least once"
     else:
-        assert (set(places.values()), min(places)) == ({1}, LENGTH - stride)
+        assert (set(places.values()), min(places)) == ({1}, LENGTH + 1 - stride)
+        assert len(places) == task.count * latents, "each latent has a label"
 
 
 def test_windows_of_a_plain_model_overlap_by_one_token(make_config):
@@ -83,8 +87,6 @@ def test_windows_of_a_plain_model_overlap_by_one_token(make_config):
 @pytest.mark.parametrize(("changes", "match"), [
     (perceiver(latents=32), "would have no history: batch.length=32 must be above its latents=32; give longer windows"),
     (perceiver(latents=256), r"batch.length=32 must be above its latents=256; .* or fewer latents \(model.options"),
-    (perceiver(latents=1), "perceiver_ar needs at least 2 latents to train, got 1: the label of a window's last"),
-    (perceiver(latents=2, vary_latents=True), "needs at least 3 latents to train with vary_latents, got 2"),
     (perceiver(latent=2), "no key .*options.perceiver_ar.latent'; did you mean 'latents'"),
     (perceiver() | {"data.pack": "documents"}, "predicts only a window's last tokens and can't train on packed docu"),
 ])  # fmt: skip
@@ -94,7 +96,7 @@ def test_windows_that_do_not_fit_are_refused_before_any_text_is_read(make_config
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("options", [{"latents": 31}, {"latents": 2}, {"latents": 3, "vary_latents": True}])
+@pytest.mark.parametrize("options", [{"latents": 31}, {"latents": 1}, {"latents": 2, "vary_latents": True}])
 def test_the_most_and_the_fewest_latents_train(make_config, options):
     result = train(make_config(perceiver(**options), steps=2))
     assert (result.steps, result.tokens) == (2, 2 * 32 * 8)
@@ -127,7 +129,7 @@ def test_a_run_on_a_probe_is_measured_saved_and_loaded(make_config):
 
 def test_a_perceiver_is_measured_on_its_latents(make_config):
     passkey = {"probe": {"name": "passkey", "digits": 3, "symbols": 4, "examples": 50, "held_out": 21}}
-    result = train(make_config(PROBE, perceiver(latents=6), passkey, {"model.dropout": 0.0}, eval_windows=21))
+    result = train(make_config(PROBE, perceiver(latents=3), passkey, {"model.dropout": 0.0}, eval_windows=21))
     rows = held_out_rows(result.config)
     assert records(result.folder)[-1]["eval_accuracy"] == overall(rows, right_answers(result.model.model, rows)).value
     assert isinstance(result.corpus, ProbeCorpus)
@@ -156,7 +158,7 @@ def test_a_recipe_learns_what_it_says(tmp_path, name):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    (perceiver(latents=15), "the last 15 tokens, but mqar asks from place 5 of 20 on: every step needs 16 latents"),
+    (perceiver(latents=14), "the last 14 tokens, but mqar asks from place 5 of 20 on: every step needs 15 latents"),
     (perceiver(latents=17, vary_latents=True), "the last 9 tokens, but mqar asks from place 5 of 20 on"),
     (perceiver(latents=20), "perceiver_ar would have no history"),
     ({"model.attention": "linformer"}, "attention 'linformer' has no causal form, which --task probe needs"),
