@@ -45,7 +45,6 @@ class EncoderModel(StrictModel):
         return table
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the table of token vectors."""
         self.model.encoder.embedding.tokens = value
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
