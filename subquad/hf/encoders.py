@@ -21,14 +21,7 @@ from subquad.hf.model import padding_mask, refuse_inputs
 from subquad.models.classifier import Classifier, check_pair
 from subquad.models.decoder import IGNORED
 from subquad.models.encoder import EncoderConfig
-from subquad.models.pretraining import (
-    Hiding,
-    Objective,
-    PretrainingModel,
-    check_hiding,
-    denoising_loss,
-    mask_token,
-)
+from subquad.models.pretraining import Hiding, Objective, PretrainingModel, check_hiding, denoising_loss, mask_token
 
 EVALUATION_SEED = 0
 """Evaluations always hide the same tokens."""
