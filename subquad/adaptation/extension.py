@@ -36,7 +36,6 @@ class ExtensionTask(Task):
     """Predict the next token of a text with an adapted transformers model."""
 
     def evaluate(self, model: Any, batch: Batch) -> dict[str, torch.Tensor]:
-        """Return the loss of `batch`, the only measure."""
         return {"loss": rows(model(**batch, use_cache=False).loss, batch)}
 
     def explain_memory(self, error: BaseException, device: torch.device) -> StepMemoryError:

@@ -89,10 +89,7 @@ def _tokenizer(model: str, asked: str | None) -> Tokenizer | None:
 
 def _settings(model: Any, tokenizer: Tokenizer) -> dict[str, object]:
     """Return the content of `tokenizer_config.json`, with special tokens as text."""
-    settings: dict[str, object] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
+    settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name in ("bos_token", "eos_token", "pad_token"):
         id = getattr(model.config, f"{name}_id")
         text = tokenizer.id_to_token(id) if isinstance(id, int) else None

@@ -85,11 +85,7 @@ def labelled_corpus(
         _check_length(parts[part], part, config.too_long, store.source)
     facts = [store.fingerprint, length, config.examples, config.held_out, config.seed]
     return LabelledCorpus(
-        **parts,
-        vocab_size=store.vocab_size,
-        classes=store.classes,
-        fingerprint=digest(facts),
-        pairs=store.pairs,
+        **parts, vocab_size=store.vocab_size, classes=store.classes, fingerprint=digest(facts), pairs=store.pairs
     )
 
 

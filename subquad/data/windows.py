@@ -203,7 +203,6 @@ class StreamWindows(SetWindows):
             raise ValueError(f"a window of {length} tokens is longer than every shard of {tokens.path}")
 
     def part(self, shard: int) -> Windows:
-        """Return the windows of one shard."""
         return Windows(self.tokens.shard(shard), self.length, stride=self.stride)
 
 

@@ -97,12 +97,7 @@ def plan_positions(size: int, *, own: int, length: int, tokens: int, stretches: 
 
 
 def loss_by_position(
-    model: Any,
-    tokens: Tokens,
-    /,
-    plan: PositionPlan,
-    *,
-    progress: Callable[[int, int], None] | None = None,
+    model: Any, tokens: Tokens, /, plan: PositionPlan, *, progress: Callable[[int, int], None] | None = None
 ) -> tuple[RangeLoss, ...]:
     """Return the mean loss of each range of positions, in nats per token; sums are float64, the mode is restored."""
     device = next(model.parameters()).device

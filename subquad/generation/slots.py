@@ -75,7 +75,6 @@ class FixedSlots:
         return logits_BV
 
     def bytes_of(self, slot: int) -> int:
-        """Return the bytes of one slot, the same for all."""
         return self._bytes // len(self._active_B)
 
     @property
@@ -115,11 +114,9 @@ class LooseSlots:
         self._slots = slots
 
     def insert(self, slot: int, state: State | None) -> None:
-        """Put a sequence's state into a slot."""
         self._states[slot] = state
 
     def clear(self, slot: int) -> None:
-        """Drop the slot's state."""
         self._states.pop(slot, None)
 
     def take(self, slot: int) -> State:
@@ -151,7 +148,6 @@ class LooseSlots:
 
     @property
     def nbytes(self) -> int:
-        """Return the current bytes of all states."""
         return sum(state.nbytes for state in self._states.values() if state is not None)
 
 

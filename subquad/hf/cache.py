@@ -55,7 +55,6 @@ class _StateSlot(CacheLayerMixin):
         """Do nothing: the first forward pass creates the state."""
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise `TypeError`: there are no keys and values to add."""
         raise TypeError("a SubquadCache holds the state of a subquad model and cannot store another model's keys")
 
     def get_seq_length(self) -> int:
@@ -67,7 +66,6 @@ class _StateSlot(CacheLayerMixin):
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
-        """Return -1: there is no limit."""
         return -1
 
     def get_max_cache_shape(self) -> int:
@@ -75,22 +73,18 @@ class _StateSlot(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        """Return to the state before the first token."""
         self.state, self.length, self.is_initialized = None, 0, False
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
-        """Raise `ValueError`: a state of constant size cannot forget its last tokens."""
         raise ValueError(
             f"a SubquadCache cannot be cropped, got crop({tokens_to_remove}): a state of constant size does not keep "
             "earlier states; copy.deepcopy the cache before a step that may have to be undone"
         )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row b by the old row `beam_idx[b]`."""
         self._select(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times in place."""
         self._select(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -98,7 +92,6 @@ class _StateSlot(CacheLayerMixin):
         self._select(lambda tensor: tensor[indices.to(tensor.device)])
 
     def offload(self) -> None:
-        """Move the state to the CPU."""
         self._select(lambda tensor: tensor.cpu())
 
     def prefetch(self) -> None:

@@ -21,14 +21,7 @@ from subquad.hf.model import padding_mask, refuse_inputs
 from subquad.models.classifier import Classifier, check_pair
 from subquad.models.decoder import IGNORED
 from subquad.models.encoder import EncoderConfig
-from subquad.models.pretraining import (
-    Hiding,
-    Objective,
-    PretrainingModel,
-    check_hiding,
-    denoising_loss,
-    mask_token,
-)
+from subquad.models.pretraining import Hiding, Objective, PretrainingModel, check_hiding, denoising_loss, mask_token
 
 EVALUATION_SEED = 0
 """Evaluations always hide the same tokens."""
@@ -45,7 +38,6 @@ class EncoderModel(StrictModel):
         return table
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the table of token vectors."""
         self.model.encoder.embedding.tokens = value
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:

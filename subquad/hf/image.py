@@ -87,5 +87,4 @@ class SubquadForImages(StrictModel):
         return ImageModelOutput(loss=loss, parameters=parameters_BTP)
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the table of level vectors."""
         return self.model.embedding.tokens

@@ -196,19 +196,15 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         return list(self.model.blocks_to_shard())
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the table of token vectors."""
         return self.model.embedding.tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the table of token vectors."""
         self.model.embedding.tokens = value
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the head, or None if it is the table of token vectors."""
         return self.model.head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the head."""
         self.model.head = new_embeddings
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:

@@ -109,12 +109,7 @@ def first_replaced(queries: int) -> Iterator[None]:
 
 
 def cost_of(
-    module: nn.Module,
-    tokens: int,
-    run: Run,
-    make_input: MakeInput,
-    *,
-    keep: Callable[[Tensor], Any] | None = None,
+    module: nn.Module, tokens: int, run: Run, make_input: MakeInput, *, keep: Callable[[Tensor], Any] | None = None
 ) -> Cost:
     """Return the cost of `run(make_input())`, a call of `module` or its methods on `tokens` tokens.
 

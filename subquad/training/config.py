@@ -351,11 +351,7 @@ class TrainConfig(Config):
         """Return the configuration of the model as a classifier of `num_classes` classes."""
         options = self.classify
         return EncoderConfig.from_decoder(
-            self.model,
-            num_classes=num_classes,
-            pooling=options.pooling,
-            causal=options.causal,
-            towers=options.towers,
+            self.model, num_classes=num_classes, pooling=options.pooling, causal=options.causal, towers=options.towers
         )
 
     @property

@@ -230,11 +230,9 @@ class ShardedCheckpoints(Checkpoints):
     """Saves and loads the checkpoints of a sharded model."""
 
     def whole_weights(self, *, keep: bool) -> dict[str, Any]:
-        """Return the gathered weights (empty without `keep`). All processes must call it."""
         return _sharding().whole_state(self.model, keep=keep)
 
     def load_weights(self, folder: Path) -> None:
-        """Load this process's shards of the weights. Raises `CheckpointError` if names or shapes differ."""
         with reading(folder / "model.safetensors"):
             _sharding().load_weights(self.model, weights_file(folder))
 

@@ -40,7 +40,6 @@ class _LabelledTask(Task):
 
     @classmethod
     def check_source(cls, config: TrainConfig) -> None:
-        """Raise `ValueError` for a data set that needs a path and has none."""
         config.classify.check_source()
 
     @classmethod
@@ -94,7 +93,6 @@ class ClassifyTask(_LabelledTask):
         return model if self.encoder is None else begin_with(model, self.encoder)
 
     def first_phase(self) -> TrainConfig | None:
-        """Return the configuration of the pretraining, or None."""
         return None if self.config.pretrain.kind == "none" else first_phase(self.config)
 
     def begun_with(self, model: Any) -> Self:
@@ -108,7 +106,6 @@ class ClassifyTask(_LabelledTask):
         return {"loss": rows(output.loss, batch), "right": output.logits.argmax(-1) == batch["labels"]}
 
     def measure(self, values: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return the loss and the accuracy."""
         return {**super().measure(values), "eval_accuracy": float(values["right"].mean())}
 
     @staticmethod

@@ -54,7 +54,6 @@ class ImageTask(Task):
 
     @classmethod
     def check_source(cls, config: TrainConfig) -> None:
-        """Raise `FileNotFoundError` if the images are missing."""
         if config.image.path is not None:
             check_path(config.image.path, "hf:NAME")
 

@@ -36,7 +36,6 @@ class LanguageTask(Task):
 
     @classmethod
     def check_source(cls, config: TrainConfig) -> None:
-        """Raise `FileNotFoundError` if a text is missing."""
         for path in (config.data.path, config.data.held_out_path):
             if path is not None:
                 check_source(path)
@@ -175,7 +174,6 @@ class ProbeTask(Task):
         return {"loss": rows(loss, batch), "right": right_BM.sum(-1), "asked": asked_BM.sum(-1)}
 
     def measure(self, values: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return the loss and the accuracy over all asked tokens."""
         return {**super().measure(values), "eval_accuracy": float(values["right"].sum() / values["asked"].sum())}
 
     window_bytes = staticmethod(LanguageTask.window_bytes)

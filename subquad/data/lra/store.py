@@ -106,12 +106,7 @@ class Store:
 
 
 def write_store(
-    folder: Path,
-    parts: dict[str, Iterable[Labelled] | Pairs],
-    *,
-    classes: Sequence[str],
-    vocab_size: int,
-    source: str,
+    folder: Path, parts: dict[str, Iterable[Labelled] | Pairs], *, classes: Sequence[str], vocab_size: int, source: str
 ) -> None:
     """Write a store into the new folder `folder`, consuming `parts` in order.
 

@@ -128,15 +128,12 @@ class DecoderAdapter(Adapter):
         self.aligned_at_end = model.predicts_last is not None
 
     def vocab_size(self, model: nn.Module) -> int | None:
-        """Return the configured vocabulary size."""
         return self.decoder.config.vocab_size
 
     def max_tokens(self, model: nn.Module) -> int | None:
-        """Return the number of learned positions; None without any."""
         return self.decoder.most_tokens
 
     def sizes(self, model: nn.Module) -> list[int]:
-        """Return the sizes in the layers' configurations."""
         return named_sizes(self.decoder.token_settings())
 
     def no_cache(self, model: nn.Module) -> str | None:
@@ -163,7 +160,6 @@ class TransformersAdapter(Adapter):
         self.aligned_at_end = self.decoder is not None and self.decoder.predicts_last is not None
 
     def vocab_size(self, model: nn.Module) -> int | None:
-        """Return the configured vocabulary size."""
         return getattr(_text_config(model), "vocab_size", None)
 
     def max_tokens(self, model: nn.Module) -> int | None:
@@ -188,7 +184,6 @@ class TransformersAdapter(Adapter):
         return None if self.decoder is None else self.decoder.inexact_decoding
 
     def no_padding(self, model: nn.Module) -> str | None:
-        """Return the reason if forward takes no mask."""
         return None if "attention_mask" in self.names else "its forward has no parameter attention_mask"
 
     def passed(self, model: nn.Module) -> tuple[str, ...]:

@@ -75,12 +75,10 @@ class AuditReport:
 
     @property
     def passed(self) -> bool:
-        """Return whether no check found a violation."""
         return not self.violations
 
     @property
     def violations(self) -> tuple[Check, ...]:
-        """Return the checks that found a fault."""
         return tuple(check for check in self.checks if check.verdict == "violation")
 
     def check(self, name: str) -> Check:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from subquad.hf.families import rope
-from subquad.hf.families.base import Family, Move, same
+from subquad.hf.families import base, rope
+from subquad.hf.families.base import Family, Move
 from subquad.hf.families.granite_hybrid import hybrid_config, hybrid_settings, layer_moves
 from subquad.models.config import DecoderConfig
 
@@ -20,23 +20,17 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 def _config(config: DecoderConfig) -> dict[str, Any]:
-    values = hybrid_config(config, _OWN)
-    if "rope_parameters" in values:
-        values["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
+    values = hybrid_config(config, _OWN, partial=True)
     return values | {"attn_layer_indices": [i for i, name in enumerate(config.layer_mechanisms) if name == "full"]}
 
 
 def _moves(config: DecoderConfig) -> list[Move]:
-    moves = [
-        same("model.embed_tokens.weight", "embedding.tokens.weight"),
-        same("model.final_layernorm.weight", "norm.weight"),
-    ]
+    moves = base.renamed("model.", "", {"embed_tokens": "embedding.tokens", "final_layernorm": "norm"})
+    tensors = base.with_bias(config.ff_bias)
     for i in range(config.num_layers):
-        theirs, ours = f"model.layers.{i}", f"layers.{i}"
-        moves += [*layer_moves(config, i), same(f"{theirs}.pre_ff_layernorm.weight", f"{ours}.feedforward_norm.weight")]
-        for part in ("gate", "up", "down"):
-            for kind in ("weight", "bias") if config.ff_bias else ("weight",):
-                moves.append(same(f"{theirs}.feed_forward.{part}_proj.{kind}", f"{ours}.feedforward.{part}.{kind}"))
+        theirs, ours = f"model.layers.{i}.", f"layers.{i}."
+        moves += layer_moves(config, i) + base.renamed(theirs, ours, {"pre_ff_layernorm": "feedforward_norm"})
+        moves += base.renamed(f"{theirs}feed_forward.", f"{ours}feedforward.", base.GATE_UP_DOWN, tensors)
     return moves
 
 

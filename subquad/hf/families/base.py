@@ -70,11 +70,29 @@ NAMES = {
 RMS_NAMES = NAMES | {"num_kv_heads": "num_key_value_heads", "norm_eps": "rms_norm_eps"}
 SWIGLU = {"silu": "swiglu", "swish": "swiglu"}
 """Our feed-forward network by their activation, in families that have a gate."""
+ENDS = {"embed_tokens": "embedding.tokens", "norm": "norm"}
+NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "feedforward_norm"}
+QUERY_KEY_VALUE = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
+QK_NORMS = {"q_norm": "query_norm", "k_norm": "key_norm"}
+OUT = {"o_proj": "out"}
+GATE_UP_DOWN = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+"""Llama's names of modules, theirs to ours, which most families share."""
+WEIGHT, BOTH = (".weight",), (".weight", ".bias")
+
+
+def with_bias(bias: bool | None) -> tuple[str, ...]:
+    """Return the tensors of a linear layer with a bias, or without one."""
+    return BOTH if bias else WEIGHT
 
 
 def same(theirs: str, ours: str) -> Move:
     """Keep a tensor unchanged."""
     return Move(theirs, (ours,), lambda x: (x,), lambda parts: parts[0])
+
+
+def renamed(theirs: str, ours: str, names: Mapping[str, str], tensors: Sequence[str] = WEIGHT) -> list[Move]:
+    """Keep the `tensors` of modules unchanged; `names` maps theirs, below `theirs`, to ours, below `ours`."""
+    return [same(f"{theirs}{a}{tensor}", f"{ours}{b}{tensor}") for a, b in names.items() for tensor in tensors]
 
 
 def transposed(theirs: str, ours: str) -> Move:

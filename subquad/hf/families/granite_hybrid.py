@@ -5,21 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from subquad.hf.families import rope
-from subquad.hf.families.base import (
-    RMS_NAMES,
-    SWIGLU,
-    Family,
-    Move,
-    activation,
-    given,
-    layer_kinds,
-    mixer,
-    require,
-    same,
-    stacked,
-    taken,
-)
+from subquad.hf.families import base, rope
+from subquad.hf.families.base import Family, Move
 from subquad.hf.families.mamba2 import mixer_moves, step_limits
 from subquad.models.config import DecoderConfig
 
@@ -42,46 +29,44 @@ _OWN = {
 
 def hybrid_settings(config: Any, own: dict[str, str]) -> dict[str, Any]:
     """Return the settings but positions of Mamba-2 and full attention by layer; `own` maps our names to theirs."""
-    require(config, mamba_conv_bias=True, head_dim=config.hidden_size // config.num_attention_heads)
+    base.require(config, mamba_conv_bias=True, head_dim=config.hidden_size // config.num_attention_heads)
     mamba = {"step_limits": step_limits(config.time_step_limit), "norm_eps": config.rms_norm_eps, "dropout": 0.0}
     return {
-        **taken(config, RMS_NAMES | own),
-        "attention": layer_kinds(config, KINDS),
-        "options": {"full": {"bias": config.attention_bias}, "mamba2": taken(config, _MIXER) | mamba},
+        **base.taken(config, base.RMS_NAMES | own),
+        "attention": base.layer_kinds(config, KINDS),
+        "options": {"full": {"bias": config.attention_bias}, "mamba2": base.taken(config, _MIXER) | mamba},
         "norm": "rms",
-        "feedforward": activation(config, "hidden_act", SWIGLU),
+        "feedforward": base.activation(config, "hidden_act", base.SWIGLU),
         "attention_dropout": float(config.attention_dropout or 0.0),
         "position": "none",
     }
 
 
-def hybrid_config(config: DecoderConfig, own: dict[str, str]) -> dict[str, Any]:
-    """Return the values of their configuration that `hybrid_settings` reads."""
-    mamba = mixer(config, "mamba2")
+def hybrid_config(config: DecoderConfig, own: dict[str, str], *, partial: bool = False) -> dict[str, Any]:
+    """Return the values of their configuration that `hybrid_settings` reads; `partial` as in `rope.write`."""
+    mamba = base.mixer(config, "mamba2")
     return {
-        **given(config, RMS_NAMES | own),
-        **given(mamba, _MIXER),
+        **base.given(config, base.RMS_NAMES | own),
+        **base.given(mamba, _MIXER),
         "mamba_d_head": mamba.values,
         "time_step_limit": mamba.step_limits or (0.0, math.inf),
-        "attention_bias": mixer(config, "full").bias,
-        **(rope.write(config) if config.position == "rope" else {}),
+        "attention_bias": base.mixer(config, "full").bias,
+        **(rope.write(config, partial=partial) if config.position == "rope" else {}),
     }
 
 
 def layer_moves(config: DecoderConfig, layer: int) -> list[Move]:
     """Return the moves of a layer's norm before its mechanism, and of its mechanism."""
-    theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
-    moves = [same(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.weight")]
+    theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
+    moves = base.renamed(theirs, ours, {"input_layernorm": "attention_norm"})
     if config.layer_mechanisms[layer] == "mamba2":
-        return moves + mixer_moves(config, f"{theirs}.mamba", f"{ours}.attention")
-    for letter, part in {"q": "query", "k": "key", "v": "value", "o": "out"}.items():
-        for kind in ("weight", "bias") if mixer(config, "full").bias else ("weight",):
-            moves.append(same(f"{theirs}.self_attn.{letter}_proj.{kind}", f"{ours}.attention.{part}.{kind}"))
-    return moves
+        return moves + mixer_moves(config, f"{theirs}mamba.", f"{ours}attention.")
+    tensors = base.with_bias(base.mixer(config, "full").bias)
+    return moves + base.renamed(f"{theirs}self_attn.", f"{ours}attention.", base.QUERY_KEY_VALUE | base.OUT, tensors)
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    require(config, num_local_experts=0, position_embedding_type=("nope", None, "rope"))
+    base.require(config, num_local_experts=0, position_embedding_type=("nope", None, "rope"))
     values, scale = hybrid_settings(config, _OWN), float(config.attention_multiplier)
     if scale != 1 / math.sqrt(config.hidden_size // config.num_attention_heads):
         values["options"]["full"]["score_scale"] = scale
@@ -90,7 +75,7 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 def _config(config: DecoderConfig) -> dict[str, Any]:
-    kinds, full = {ours: theirs for theirs, ours in KINDS.items()}, mixer(config, "full")
+    kinds, full = {ours: theirs for theirs, ours in KINDS.items()}, base.mixer(config, "full")
     return {
         **hybrid_config(config, _OWN),
         "layer_types": [kinds[name] for name in config.layer_mechanisms],
@@ -101,16 +86,13 @@ def _config(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _moves(config: DecoderConfig) -> list[Move]:
-    moves = [same("model.embed_tokens.weight", "embedding.tokens.weight"), same("model.norm.weight", "norm.weight")]
+    moves = base.renamed("model.", "", base.ENDS)
+    own = {"post_attention_layernorm": "feedforward_norm", "shared_mlp.output_linear": "feedforward.down"}
     for i in range(config.num_layers):
-        theirs, ours = f"model.layers.{i}", f"layers.{i}"
-        gate_up = [f"{ours}.feedforward.gate.weight", f"{ours}.feedforward.up.weight"]
-        moves += [
-            *layer_moves(config, i),
-            same(f"{theirs}.post_attention_layernorm.weight", f"{ours}.feedforward_norm.weight"),
-            stacked(f"{theirs}.shared_mlp.input_linear.weight", gate_up),
-            same(f"{theirs}.shared_mlp.output_linear.weight", f"{ours}.feedforward.down.weight"),
-        ]
+        theirs, ours = f"model.layers.{i}.", f"layers.{i}."
+        gate_up = [f"{ours}feedforward.{part}.weight" for part in ("gate", "up")]
+        moves += [*layer_moves(config, i), base.stacked(f"{theirs}shared_mlp.input_linear.weight", gate_up)]
+        moves += base.renamed(theirs, ours, own)
     return moves
 
 

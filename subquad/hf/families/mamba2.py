@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from subquad.hf.families.base import Family, Move, activation, given, mixer, parted, require, same, taken
+from subquad.hf.families import base
+from subquad.hf.families.base import Family, Move
 from subquad.models.config import DecoderConfig
 
 _NAMES = {
@@ -37,7 +38,7 @@ def step_limits(limits: Any) -> list[float] | None:
 
 def mixer_moves(config: DecoderConfig, theirs: str, ours: str) -> list[Move]:
     """Return the moves of one Mamba-2 mixer, whose tensors' names begin with `theirs` and `ours`."""
-    own = mixer(config, "mamba2")
+    own = base.mixer(config, "mamba2")
     inner, keys = own.values * own.num_heads, own.keys * own.key_heads
     rows = {"gating": inner, "value": inner, "key": keys, "query": keys, "stepping": own.num_heads}
 
@@ -45,38 +46,36 @@ def mixer_moves(config: DecoderConfig, theirs: str, ours: str) -> list[Move]:
         return torch.cat(x.split(sizes)[::-1])  # x, B, C or C, B, x
 
     moves = [
-        parted(f"{theirs}.in_proj.{kind}", {f"{ours}.{name}.{kind}": size for name, size in rows.items()})
-        for kind in (("weight", "bias") if own.bias else ("weight",))
+        base.parted(f"{theirs}in_proj{tensor}", {f"{ours}{name}{tensor}": size for name, size in rows.items()})
+        for tensor in base.with_bias(own.bias)
     ]
     moves += [
         Move(
-            f"{theirs}.conv1d.weight",
-            (f"{ours}.convolution.weight",),
+            f"{theirs}conv1d.weight",
+            (f"{ours}convolution.weight",),
             lambda x: (turned(x[:, 0], inner, keys, keys),),
             lambda parts: turned(parts[0], keys, keys, inner)[:, None],
         ),
         Move(
-            f"{theirs}.conv1d.bias",
-            (f"{ours}.convolution.bias",),
+            f"{theirs}conv1d.bias",
+            (f"{ours}convolution.bias",),
             lambda x: (turned(x, inner, keys, keys),),
             lambda parts: turned(parts[0], keys, keys, inner),
         ),
-        same(f"{theirs}.out_proj.weight", f"{ours}.out.weight"),
     ]
-    if own.bias:
-        moves.append(same(f"{theirs}.out_proj.bias", f"{ours}.out.bias"))
     names = {"dt_bias": "rate.step_bias", "A_log": "rate.log_rate", "D": "skip", "norm.weight": "norm_weight"}
-    return moves + [same(f"{theirs}.{their_name}", f"{ours}.{our_name}") for their_name, our_name in names.items()]
+    moves += base.renamed(theirs, ours, {"out_proj": "out"}, base.with_bias(own.bias))
+    return moves + base.renamed(theirs, ours, names, ("",))
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    require(config, use_conv_bias=True)
-    activation(config, "hidden_act", {"silu": "", "swish": ""})
-    limits = step_limits(config.time_step_limit)
+    base.require(config, use_conv_bias=True)
+    base.activation(config, "hidden_act", {"silu": "", "swish": ""})
+    own = {"step_limits": step_limits(config.time_step_limit), "norm_eps": config.layer_norm_epsilon}
     return {
-        **taken(config, _NAMES),
+        **base.taken(config, _NAMES),
         "attention": "mamba2",
-        "options": {"mamba2": {**taken(config, _MIXER), "step_limits": limits, "norm_eps": config.layer_norm_epsilon}},
+        "options": {"mamba2": base.taken(config, _MIXER) | own},
         "norm": "rms",
         "feedforward": "none",
         "position": "none",
@@ -84,20 +83,17 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 def _config(config: DecoderConfig) -> dict[str, Any]:
-    own = mixer(config, "mamba2")
+    own = base.mixer(config, "mamba2")
     limits = own.step_limits or (0.0, math.inf)
-    return {**given(config, _NAMES), **given(own, _MIXER), "head_dim": own.values, "time_step_limit": limits}
+    return {**base.given(config, _NAMES), **base.given(own, _MIXER), "head_dim": own.values, "time_step_limit": limits}
 
 
 def _moves(config: DecoderConfig) -> list[Move]:
-    moves = [
-        same("backbone.embeddings.weight", "embedding.tokens.weight"),
-        same("backbone.norm_f.weight", "norm.weight"),
-    ]
+    moves = base.renamed("backbone.", "", {"embeddings": "embedding.tokens", "norm_f": "norm"})
     for i in range(config.num_layers):
-        theirs, ours = f"backbone.layers.{i}", f"layers.{i}"
-        moves.append(same(f"{theirs}.norm.weight", f"{ours}.attention_norm.weight"))
-        moves += mixer_moves(config, f"{theirs}.mixer", f"{ours}.attention")
+        theirs, ours = f"backbone.layers.{i}.", f"layers.{i}."
+        moves += base.renamed(theirs, ours, {"norm": "attention_norm"})
+        moves += mixer_moves(config, f"{theirs}mixer.", f"{ours}attention.")
     return moves
 
 

@@ -81,14 +81,15 @@ def _scaling(config: Any, kind: str, values: dict[str, Any]) -> dict[str, Any]:
     return RopeScaling.from_dict({"kind": kind, "original": original, **kept}, where="rope_parameters").to_dict()
 
 
-def write(config: DecoderConfig) -> dict[str, Any]:
+def write(config: DecoderConfig, *, partial: bool = False) -> dict[str, Any]:
     """Return `rope_parameters` and `max_position_embeddings` for a transformers configuration.
 
-    Raises `ValueError` for `dynamic` scaling with a fixed length.
+    `partial` names the fraction even if it is 1, for families whose own default is less. Raises `ValueError` for
+    `dynamic` scaling with a fixed length.
     """
     values: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
     positions, scaling = config.max_positions, config.rope_scaling
-    if config.rope_fraction != 1:
+    if partial or config.rope_fraction != 1:
         values["partial_rotary_factor"] = config.rope_fraction
     if scaling is not None and scaling.kind == "dynamic" and scaling.length is not None:
         raise ValueError(

@@ -88,15 +88,12 @@ class _Tokens:
         self.share = len(v_NTV) // max(1, len(q_NTK)) or 1
 
     def q(self, t: int) -> Tensor:
-        """Return the queries `[N, K]`."""
         return by_heads(self.tensors[0][:, t].double(), self.share)
 
     def i(self, t: int) -> Tensor:
-        """Return the inputs `[N, K]`."""
         return by_heads(self.tensors[1][:, t].double(), self.share)
 
     def v(self, t: int) -> Tensor:
-        """Return the values `[N, V]`."""
         return self.tensors[2][:, t].double()
 
     def decay(self, x_NKV: Tensor, t: int) -> None:

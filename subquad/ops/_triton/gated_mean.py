@@ -53,7 +53,6 @@ class Inputs(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
         return triton.cdiv(self.v.shape[2], self.block)
 
     def states(self) -> tuple[Tensor, Tensor, Tensor]:

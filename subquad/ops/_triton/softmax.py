@@ -132,11 +132,9 @@ class Plan(NamedTuple):
         return cls(B * H, L, V, tile, groups, tiles, chunks, max(1, triton.cdiv(chunks, per)), per)
 
     def numbers(self, p_BHTL: Tensor) -> tuple[int, int, int, int]:
-        """Return the numbers passed to the kernels over segments at each launch."""
         return p_BHTL.shape[2], p_BHTL.shape[1], self.segments, self.per
 
     def grid(self, segments: int) -> tuple[int, int]:
-        """Return the grid of the kernels over segments."""
         return self.rows * self.groups * segments, self.tiles
 
     def saved(self) -> tuple[tuple[int, ...], ...]:
@@ -145,7 +143,6 @@ class Plan(NamedTuple):
         return (N, self.chunks + 1, L), (N, self.chunks, L), (N, self.segments, L, self.V)
 
     def state_grid(self) -> tuple[int, int]:
-        """Return the grid of the passes over segments."""
         return self.rows * triton.cdiv(self.L, STATE_LATENTS), self.tiles
 
     def state_sizes(self) -> dict[str, Any]:

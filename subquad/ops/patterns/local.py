@@ -20,11 +20,9 @@ class Full(Pattern):
     causal: ClassVar[bool] = False
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """Always True."""
         return torch.ones_like(q_pos == k_pos)
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
-        """Always True."""
         return True
 
 
@@ -33,15 +31,12 @@ class Causal(Pattern):
     """The query's own token and every earlier one."""
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """`k <= q`."""
         return k_pos <= q_pos
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
-        """True if no key lies after the first query."""
         return k_stop <= q_start + 1
 
     def is_triangle(self, start: int, stop: int) -> bool:
-        """Always True."""
         return True
 
 
@@ -57,15 +52,12 @@ class Prefix(Pattern):
     length: int
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """`k <= q` or `k < length`."""
         return (k_pos <= q_pos) | (k_pos < self.length)
 
     def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
-        """Keys up to the last query or the end of the prefix."""
         return 0, max(q_stop, self.length)
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """Cut at the end of the prefix."""
         return [q_start, *([self.length] if q_start < self.length < q_stop else [])]
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
@@ -73,7 +65,6 @@ class Prefix(Pattern):
         return k_stop <= max(self.length, q_start + 1)
 
     def is_triangle(self, start: int, stop: int) -> bool:
-        """True after the prefix."""
         return start >= self.length
 
 
@@ -88,19 +79,15 @@ class Suffix(Pattern):
     start: int
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """`start <= q` and `k <= q`."""
         return (k_pos <= q_pos) & (q_pos >= self.start)
 
     def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
-        """No keys for queries before `start`."""
         return 0, 0 if q_stop <= self.start else q_stop
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """Cut at `start`."""
         return [q_start, *([self.start] if q_start < self.start < q_stop else [])]
 
     def is_triangle(self, start: int, stop: int) -> bool:
-        """True in the suffix."""
         return start >= self.start
 
 
@@ -111,12 +98,10 @@ class Window(Pattern):
     width: int
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """`q - width < k <= q`."""
         return (k_pos <= q_pos) & (q_pos - k_pos < self.width)
 
     @property
     def reach(self) -> int:
-        """`width - 1` tokens."""
         return self.width - 1
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
@@ -138,17 +123,14 @@ class Band(Pattern):
     after: int
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """`q - before <= k <= q + after`."""
         return (q_pos - k_pos <= self.before) & (k_pos - q_pos <= self.after)
 
     @property
     def reach(self) -> int:
-        """`before` tokens."""
         return self.before
 
     @property
     def ahead(self) -> int:
-        """`after` tokens."""
         return self.after
 
 
@@ -186,12 +168,10 @@ class Segments(Pattern):
         return max(0, (self.segment(q_start) - self.back) * self.size - self.offset), q_stop
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """Cut at every segment."""
         return multiples(self.size, q_start, q_stop, -self.offset)
 
     @property
     def period(self) -> int:
-        """One segment."""
         return self.size
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
@@ -220,7 +200,6 @@ class Shifted(Segments):
 
     @property
     def offset(self) -> int:
-        """`size - shift` tokens."""
         return self.size - self.shift
 
 
@@ -258,12 +237,10 @@ class Blocks(Pattern):
         return max(0, first) * self.size, (last + 1) * self.size
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """Cut at every block."""
         return multiples(self.size, q_start, q_stop)
 
     @property
     def period(self) -> int:
-        """One block."""
         return self.size
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:

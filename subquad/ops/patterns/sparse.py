@@ -62,7 +62,6 @@ class Sinks(Pattern):
         return max(0, min(self.tokens, (self.block(query) - self.back) * self.size - self.offset))
 
     def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
-        """Keys up to the last one that the last query sees."""
         return 0, self.seen(q_stop - 1)
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
@@ -71,7 +70,6 @@ class Sinks(Pattern):
         return _near_and_far(self.size, some, every, q_start, q_stop)
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
-        """True for keys of the first blocks that are far enough from the first query."""
         return k_stop <= self.seen(q_start)
 
 
@@ -92,7 +90,6 @@ class SinkTokens(Sinks):
 
     @property
     def tokens(self) -> int:
-        """`count` tokens."""
         return self.count
 
 
@@ -115,7 +112,6 @@ class Globals(Pattern):
         return (k_block < self.count) & ~near
 
     def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
-        """Keys of the first `count` blocks."""
         return 0, self.count * self.size
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
@@ -141,7 +137,6 @@ class Dilated(Pattern):
 
     @property
     def reach(self) -> int:
-        """`(width - 1) dilation` tokens."""
         return (self.width - 1) * self.dilation
 
     @property
@@ -150,7 +145,6 @@ class Dilated(Pattern):
         return self.dilation, Window(self.width)
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """Cut every 128 queries."""
         return multiples(128, q_start, q_stop)
 
 
@@ -172,12 +166,10 @@ class DilatedBand(Pattern):
 
     @property
     def reach(self) -> int:
-        """`before * dilation` tokens."""
         return self.before * self.dilation
 
     @property
     def ahead(self) -> int:
-        """`after * dilation` tokens."""
         return self.after * self.dilation
 
     @property
@@ -186,7 +178,6 @@ class DilatedBand(Pattern):
         return self.dilation, Band(self.before, self.after)
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """Cut every 128 queries."""
         return multiples(128, q_start, q_stop)
 
 
@@ -197,7 +188,6 @@ class Strided(Pattern):
     stride: int
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """`k <= q` and the distance is a multiple of `stride`."""
         return (k_pos <= q_pos) & ((q_pos - k_pos) % self.stride == 0)
 
     @property
@@ -219,12 +209,10 @@ class Columns(Pattern):
             raise ValueError(f"Columns.last must be at most its size {self.size}, got {self.last}")
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """`k <= q` and `k % size >= size - last`."""
         return (k_pos <= q_pos) & (k_pos % self.size >= self.size - self.last)
 
     @property
     def columns(self) -> tuple[int, int]:
-        """`(size, last)`."""
         return self.size, self.last
 
 
@@ -279,7 +267,6 @@ class Random(Pattern):
 
     @property
     def causal(self) -> bool:  # type: ignore[override]
-        """True if `blocks` is 0."""
         return self.blocks == 0
 
     def chosen(self, q_block: Tensor) -> Tensor:
@@ -308,7 +295,6 @@ class Random(Pattern):
         return _mixed(_mixed(q_block, _mixed(self.seed & WORD, 1)), _mixed(self.index, 2))
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """The key lies in the drawn block."""
         return k_pos // self.size == self.chosen(q_pos // self.size)
 
     def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
@@ -318,7 +304,6 @@ class Random(Pattern):
         return (min(chosen) * self.size, (max(chosen) + 1) * self.size) if chosen else (0, 0)
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """Cut at every block."""
         return multiples(self.size, q_start, q_stop)
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
