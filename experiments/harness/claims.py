@@ -2,19 +2,57 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.harness.noise import FAILS, HOLDS, NOISE, Margin, Row, difference, judge, number, pooled, select
+from experiments.harness import noise
+from experiments.harness.noise import (
+    EXACT,
+    FAILS,
+    HOLDS,
+    INDICATION,
+    SAME,
+    SEEDS,
+    UNRESOLVED,
+    Difference,
+    Row,
+    beats,
+    compare,
+    number,
+    pooled,
+    select,
+)
 from experiments.harness.recipe import SCALES
 from experiments.harness.units import function
 from subquad.config import Config
 
 FILE = "expected.json"
+OURS = "Ours"
+"""`paper` of an experiment without one: all of its claims are ours."""
+UNLEARNED, THEOREM = "not learned here", "theorem"
 INCOMPARABLE, WAITING, NOT_RUN = "not comparable", "waiting for a GPU", "not run"
-VERDICTS = (HOLDS, FAILS, NOISE, INCOMPARABLE, WAITING, NOT_RUN)
+VERDICTS = (HOLDS, FAILS, SAME, UNRESOLVED, INDICATION, UNLEARNED, THEOREM, INCOMPARABLE, WAITING, NOT_RUN)
+DECIDED, OPEN = (HOLDS, FAILS, SAME), (UNRESOLVED, INDICATION, UNLEARNED, NOT_RUN)
+ERRORS = 3.0
+"""Standard errors by which a reference must beat its trivial baseline."""
+TRAINED = ("models", "fresh")
+Evidence = Literal["models", "fresh", "times", "exact"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate(Config):
+    """What shows that the models of a claim learned anything: its reference beats a trivial baseline."""
+
+    reference: dict[str, Any]
+    """Labels of the reference's rows. That another arm learned nothing is a result."""
+    baseline: str
+    """Column of the baseline in the units of `metric`: unigram (loss), gzip (bits_per_byte), chance, constant,
+    bag_of_tokens (accuracy), or one of `measure`."""
+    metric: str = "loss"
+    better: Literal["lower", "higher"] = "lower"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +66,26 @@ class Claim(Config):
     """The paper's figures."""
     kind: Literal["lower", "higher", "equal", "function", "not comparable", "waiting"]
     """lower, higher: compare `metric` of the left rows with the right ones; equal: `metric` of the left rows is
-    `value`; function: `claim_ID(rows)` in `experiment.py` judges; not comparable: see `why`; waiting: needs a GPU."""
+    `value`; function: `claim_ID(rows)` in `experiment.py` returns differences or a verdict, and our figures as text;
+    not comparable: see `why`; waiting: needs a GPU."""
     metric: str = "loss"
     pairs: list[list[dict[str, Any]]] = field(default_factory=list)
     """Pairs of labels, left and right; the claim must hold for each pair (equal: left labels only)."""
     where: dict[str, Any] = field(default_factory=dict)
     """Labels common to all rows of the claim."""
+    evidence: Evidence = "models"
+    """models: trained models, measured on the same held-out data; fresh: trained models, each seed measured on data of
+    its own; times: timings, whose repeats count as seeds; exact: counts, and results that don't depend on chance."""
+    seeds: int = SEEDS
+    """Seeds that each side needs for a verdict; with fewer, a clear difference is an indication."""
+    margin: float = 0.0
+    """Difference, fixed before the run, up to which two sides are equal; without it, no verdict says so."""
+    gate: Gate | None = None
+    """The gate of this claim on trained models (None: the experiment's)."""
+    theorem: bool = False
+    """The claim follows from the definitions (`why`): measurements can only contradict our code."""
+    ours: bool = False
+    """The claim is ours, not the paper's."""
     value: float | None = None
     why: str = ""
     on_page: bool = True
@@ -45,8 +97,20 @@ class Claim(Config):
             raise ValueError(f"claim {self.id!r} of kind {self.kind!r} needs pairs of {sides} sets of labels")
         if self.kind == "equal" and self.value is None:
             raise ValueError(f"claim {self.id!r} of kind 'equal' needs a value")
-        if self.kind in ("not comparable", "waiting") and not self.why:
-            raise ValueError(f"claim {self.id!r} of kind {self.kind!r} needs a reason in why")
+        if (self.kind in ("not comparable", "waiting") or self.theorem) and not self.why:
+            what = "that is a theorem" if self.theorem else f"of kind {self.kind!r}"
+            raise ValueError(f"claim {self.id!r} {what} needs a reason in why")
+        if self.seeds < SEEDS or self.margin < 0:
+            raise ValueError(
+                f"claim {self.id!r} needs seeds of at least {SEEDS} and a margin of at least 0, got {self.seeds}, "
+                f"{self.margin}"
+            )
+
+    @property
+    def on_models(self) -> bool:
+        """Return whether the claim rests on trained models."""
+        measured = self.kind in ("lower", "higher", "function") and not self.theorem
+        return measured and self.evidence in TRAINED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +127,8 @@ class Expected(Config):
     figures: list[dict[str, Any]] = field(default_factory=list)
     """The paper's figures, labelled like our rows."""
     claims: list[Claim] = field(default_factory=list)
+    gate: Gate | None = None
+    """The gate of the claims on trained models that have none of their own."""
     caption: str = ""
     """Caption of the plot in docs/findings.md, which shows only plots with a caption."""
 
@@ -79,7 +145,12 @@ class Verdict:
 
 def read_expected(folder: Path) -> Expected:
     """Read the paper's figures and claims from an experiment's folder; errors name the file."""
-    return Expected.from_file(folder / FILE)
+    expected = Expected.from_file(folder / FILE)
+    claims = [
+        replace(claim, gate=claim.gate or expected.gate, ours=claim.ours or expected.paper == OURS)
+        for claim in expected.claims
+    ]
+    return replace(expected, claims=claims)
 
 
 def by_size(scales: Mapping[str, Any]) -> list[str]:
@@ -107,38 +178,90 @@ def judged(experiment: Path, claim: Claim, rows: Sequence[Row], scale: str) -> V
     """Judge a claim from the rows of one scale."""
     if claim.kind in (INCOMPARABLE, "waiting"):
         return Verdict(claim, claim.why, INCOMPARABLE if claim.kind == INCOMPARABLE else WAITING)
-    if not rows:
-        return Verdict(claim, "", NOT_RUN)
-    if claim.kind == "function":
-        judge_it = function(experiment, f"claim_{claim.id}")
-        if judge_it is None:
-            raise ValueError(f"{experiment}: experiment.py has no function claim_{claim.id}(rows)")
-        found = judge_it(list(rows))
-        if found is None:
-            return Verdict(claim, "", NOT_RUN, scale)
-        verdict, ours = found
-        if verdict not in VERDICTS:
-            raise ValueError(f"{experiment}: claim_{claim.id} returned {verdict!r}; valid: {', '.join(VERDICTS)}")
-        return Verdict(claim, ours, verdict, scale)
     chosen = select(rows, claim.where)
-    return _equal(claim, chosen, scale) if claim.kind == "equal" else _compared(claim, chosen, scale)
-
-
-def _equal(claim: Claim, rows: Sequence[Row], scale: str) -> Verdict:
-    found = [row[claim.metric] for pair in claim.pairs for row in select(rows, pair[0])]
-    if not found:
+    found = None
+    if rows:
+        found = _by_function(experiment, claim, chosen) if claim.kind == "function" else _figures(claim, chosen)
+    if found is None:
         return Verdict(claim, "", NOT_RUN, scale)
-    shown = ", ".join(sorted({f"{value:,}" if isinstance(value, int) else number(value) for value in found}))
-    return Verdict(claim, shown, HOLDS if all(value == claim.value for value in found) else FAILS, scale)
+    what, ours = found
+    if isinstance(what, str):
+        verdict = what
+    else:
+        known = [replace(one, complete=one.complete or claim.evidence != "models") for one in what]
+        verdict = noise.judge(known, claim.seeds, claim.margin)
+        if verdict == INDICATION:
+            ours += f"; {'for' if all(one.value > 0 for one in known) else 'against'} the claim"
+    if claim.on_models:
+        verdict, ours = _gated(claim, rows, verdict, ours, words=isinstance(what, str))
+    if claim.theorem and verdict != FAILS:
+        verdict, ours = THEOREM, f"{claim.why}; {ours}"
+    return Verdict(claim, ours, verdict, scale)
 
 
-def _compared(claim: Claim, rows: Sequence[Row], scale: str) -> Verdict:
-    """Compare each pair: the claim holds if all differences exceed the noise, and fails if one does so reversed."""
-    noise = pooled(rows, claim.metric)
-    sign = 1.0 if claim.kind == "higher" else -1.0
-    found = [difference(select(rows, a), select(rows, b), claim.metric, noise) for a, b in claim.pairs]
+def _by_function(experiment: Path, claim: Claim, rows: list[Row]) -> tuple[str | list[Difference], str] | None:
+    judge_it = function(experiment, f"claim_{claim.id}")
+    if judge_it is None:
+        raise ValueError(f"{experiment}: experiment.py has no function claim_{claim.id}(rows)")
+    found: tuple[str | list[Difference], str] | None = judge_it(rows)
+    if found is not None and isinstance(found[0], str) and found[0] not in VERDICTS:
+        raise ValueError(f"{experiment}: claim_{claim.id} returned {found[0]!r}; valid: {', '.join(VERDICTS)}")
+    return found
+
+
+def _figures(claim: Claim, rows: Sequence[Row]) -> tuple[str | list[Difference], str] | None:
+    """Return the differences of the claim's pairs in the claimed direction, or a verdict, and our figures."""
+    if claim.kind == "equal":
+        values = [row[claim.metric] for pair in claim.pairs for row in select(rows, pair[0])]
+        shown = ", ".join(sorted({f"{value:,}" if isinstance(value, int) else number(value) for value in values}))
+        return (HOLDS if all(value == claim.value for value in values) else FAILS, shown) if values else None
+    found = [compare(rows, left, right, claim.metric) for left, right in claim.pairs]
     known = [one for one in found if one is not None]
+    sign = 1.0 if claim.kind == "higher" else -1.0
+    if claim.evidence == "exact":
+        shown = "; ".join(f"{number(one.left)} against {number(one.right)}" for one in known)
+        verdict = HOLDS if all(sign * one.value > 0 for one in known) else FAILS
+        return verdict if len(known) == len(found) else NOT_RUN, shown
     shown = "; ".join(str(one) for one in known)
     if len(known) < len(found):
-        return Verdict(claim, shown, NOT_RUN, scale)
-    return Verdict(claim, shown, judge([Margin(sign * one.value, one.error, one.freedom) for one in known]), scale)
+        return NOT_RUN, shown
+    if claim.evidence == "times":
+        repeats = [min(len(select(rows, side)) for side in pair) for pair in claim.pairs]
+        known = [replace(one, seeds=count) for one, count in zip(known, repeats, strict=True)]
+    return [one.toward(sign) for one in known], shown
+
+
+def _gated(claim: Claim, rows: Sequence[Row], verdict: str, ours: str, *, words: bool) -> tuple[str, str]:
+    """Return the verdict and our figures after the claim's gate.
+
+    If the gate cannot be checked, or the verdict has no error (`words`), a decision is an indication.
+    """
+    if verdict not in (*DECIDED, UNRESOLVED, INDICATION):
+        return verdict, ours
+    learned, shown = (None, "") if claim.gate is None else _learned(claim.gate, rows, claim.where)
+    if learned is False:
+        return UNLEARNED, f"{ours}; {shown}"
+    if verdict in DECIDED and (words or learned is None):
+        if verdict == SAME:
+            return UNRESOLVED, ours
+        return INDICATION, f"{ours}; {'for' if verdict == HOLDS else 'against'} the claim"
+    return verdict, ours
+
+
+def _learned(gate: Gate, rows: Sequence[Row], where: Mapping[str, Any]) -> tuple[bool | None, str]:
+    """Return whether the reference beats the baseline on each text (None: unknown), and its figures if not."""
+
+    def text(row: Row) -> Any:
+        return row.get("text", row.get(gate.baseline))
+
+    reference = select(select(rows, where), gate.reference) or select(rows, gate.reference)
+    if not reference or any(gate.metric not in row or gate.baseline not in row for row in reference):
+        return None, ""
+    sign = 1.0 if gate.better == "higher" else -1.0
+    for key in dict.fromkeys(text(row) for row in reference):
+        same = [row for row in reference if text(row) == key]
+        spread = pooled([row for row in rows if text(row) == key], gate.metric)
+        if not beats(same, gate.metric, gate.baseline, sign, spread, ERRORS):
+            ours, base = (number(statistics.mean(row[name] for row in same)) for name in (gate.metric, gate.baseline))
+            return False, f"the reference, {same[0]['arm']}, has {gate.metric} {ours}, {gate.baseline} {base}"
+    return True, ""

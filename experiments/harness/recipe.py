@@ -10,7 +10,7 @@ from subquad.config import Config, suggest
 
 SCALES = ("smoke", "cpu", "gpu", "paper")
 FILE = "recipe.yaml"
-FEWEST_RATES = 3
+FEWEST_RATES, FEWEST_SIZES = 3, 2
 Budget = Literal["steps", "tokens", "flops"]
 
 
@@ -24,6 +24,8 @@ class Arm(Config):
     """Settings that override the experiment's."""
     seeds: list[int] | None = None
     """Seeds of this arm (None: the scale's)."""
+    timed: bool = False
+    """Run this arm when nothing else runs, because its times are measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,16 @@ class Held(Config):
     skip: int = 0
     """Number of first tokens that are not scored: the first window has less context, and perceiver_ar has fewer
     latents there than in training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choose(Config):
+    """Settings that each arm chooses for itself before its seeds run; see `rates.py`."""
+
+    lr: list[float] = field(default_factory=list)
+    """Peak learning rates, three or more (none: that of the settings)."""
+    position_scale: list[float | None] = field(default_factory=list)
+    """Sizes of added sines, two or more, for the arms that have them (none: that of the settings)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +73,8 @@ class Scale(Config):
     largest; a fork for each budget lowers the rate over its last fifth."""
     held: Held = field(default_factory=Held)
     """Measurement of language models."""
-    rates: list[float] = field(default_factory=list)
-    """Learning rates from which each arm first chooses its own (none: that of its settings); see `rates.py`."""
+    choose: Choose = field(default_factory=Choose)
+    """Settings that each arm first chooses for itself."""
     minutes: float = 0.0
     """Measured or expected wall time in minutes."""
     note: str = ""
@@ -92,7 +104,7 @@ class Recipe(Config):
     """train: each unit is a training run with `settings` as its `TrainConfig`; measure: `run(unit)` in
     `experiment.py`."""
     alone: bool = False
-    """Run one unit at a time with all threads, because times are measured."""
+    """All arms are timed: one unit at a time, with all threads."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of all units. A value `@NAME/...` is a path in the data set NAME."""
     arms: dict[str, Arm] = field(default_factory=dict)
@@ -120,12 +132,7 @@ class Recipe(Config):
             for arm in (*scale.arm_settings, *([scale.reference] if scale.reference else [])):
                 if arm not in arms:
                     raise ValueError(f"scales.{name} has no arm {arm!r}; {suggest(arm, arms)}")
-            if scale.rates and (len(set(scale.rates)) < FEWEST_RATES or min(scale.rates) <= 0):
-                raise ValueError(
-                    f"scales.{name}.rates must be at least {FEWEST_RATES} different positive numbers, got {scale.rates}"
-                )
-            if scale.rates and self.kind != "train":
-                raise ValueError(f"scales.{name}.rates are for kind: train; code of kind: measure calls rates.choose")
+            _check_choose(f"scales.{name}.choose", scale.choose, self.kind)
             if set(scale.budgets) != {"steps"} and scale.reference is None:
                 raise ValueError(f"scales.{name}.budgets {scale.budgets} need a reference, one of {', '.join(arms)}")
 
@@ -159,3 +166,17 @@ def merged(*layers: dict[str, Any]) -> dict[str, Any]:
 def read_recipe(folder: Path) -> Recipe:
     """Read the recipe in an experiment's folder; errors name the file."""
     return Recipe.from_file(folder / FILE)
+
+
+def _check_choose(where: str, choose: Choose, kind: str) -> None:
+    """Raise `ValueError` for too few, equal or negative values, or a recipe whose code has to choose itself."""
+    for name, fewest, values in (
+        ("lr", FEWEST_RATES, choose.lr),
+        ("position_scale", FEWEST_SIZES, choose.position_scale),
+    ):
+        if values and (len(set(values)) < fewest or any(value is not None and value <= 0 for value in values)):
+            raise ValueError(f"{where}.{name} must be at least {fewest} different positive numbers, got {values}")
+    if choose.position_scale and not choose.lr:
+        raise ValueError(f"{where}.position_scale needs lr: a size is chosen at the middle rate")
+    if choose.lr and kind != "train":
+        raise ValueError(f"{where} is for kind: train; code of kind: measure calls rates.choose")
