@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from experiments.harness.noise import FAILS, HOLDS, Margin, difference, judge, pooled, select
+from experiments.harness.noise import FAILS, HOLDS, Difference, compare
 from experiments.harness.units import Unit
 from subquad.models import Decoder, DecoderConfig
 from subquad.training.run import RunResult
@@ -67,13 +67,10 @@ def claim_long(rows: list[Row]) -> tuple[str, str] | None:
     return HOLDS if finite else FAILS, f"{found[0]['tokens']:,} tokens, {shown}"
 
 
-def claim_same_if_not_better(rows: list[Row]) -> tuple[str, str] | None:
+def claim_same_if_not_better(rows: list[Row]) -> tuple[list[Difference], str] | None:
     """Check that ELiTA's loss is at most `SAME` above the transformer's, beyond the noise."""
-    noise = pooled(rows, "loss")
-    found = difference(select(rows, {"arm": "elita"}), select(rows, {"arm": "transformer"}), "loss", noise)
-    if found is None:
-        return None
-    return judge([Margin(SAME - found.value, found.error, found.freedom)]), str(found)
+    found = compare(rows, {"arm": "elita"}, {"arm": "transformer"}, "loss")
+    return None if found is None else ([found.toward(-1, SAME)], str(found))
 
 
 def claim_ff2_parameters(rows: list[Row]) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from experiments.harness import noise
 from experiments.harness.noise import (
-    EXACT,
     FAILS,
     HOLDS,
     INDICATION,
@@ -19,8 +18,8 @@ from experiments.harness.noise import (
     UNRESOLVED,
     Difference,
     Row,
-    beats,
     compare,
+    gain,
     number,
     pooled,
     select,
@@ -257,11 +256,13 @@ def _learned(gate: Gate, rows: Sequence[Row], where: Mapping[str, Any]) -> tuple
     reference = select(select(rows, where), gate.reference) or select(rows, gate.reference)
     if not reference or any(gate.metric not in row or gate.baseline not in row for row in reference):
         return None, ""
-    sign = 1.0 if gate.better == "higher" else -1.0
+    sign, known = (1.0 if gate.better == "higher" else -1.0), True
     for key in dict.fromkeys(text(row) for row in reference):
         same = [row for row in reference if text(row) == key]
         spread = pooled([row for row in rows if text(row) == key], gate.metric)
-        if not beats(same, gate.metric, gate.baseline, sign, spread, ERRORS):
-            ours, base = (number(statistics.mean(row[name] for row in same)) for name in (gate.metric, gate.baseline))
-            return False, f"the reference, {same[0]['arm']}, has {gate.metric} {ours}, {gate.baseline} {base}"
-    return True, ""
+        one = gain(same, gate.metric, gate.baseline, sign, spread)
+        if not one.value > (0.0 if math.isnan(one.error) else ERRORS * one.error):
+            figures = f"{gate.metric} {number(one.left)}, {gate.baseline} {number(one.right)}"
+            return False, f"the reference, {same[0]['arm']}, has {figures}"
+        known = known and not math.isnan(one.error)
+    return (True if known else None), ""

@@ -55,7 +55,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.write(f"wrote {chosen.findings}\n")
         return 0
     if not names:
-        _list(root)
+        _list(root, chosen.stale)
         return 0
     with parser.checking():
         planned = [_planned(root / name, chosen, data) for name in names]
@@ -88,9 +88,15 @@ def make_parser() -> Parser:
     add("--data", nargs="+", type=str, default=[], help=data)
     add("--folder", type=str | None, default=None, help="Folder of the experiments (default: this package).")
     add("--work", type=str, default="runs/reproduce", help="Folder of the runs, which a later command continues.")
-    add("--processes", type=int | None, default=None, help="Units to run at once (default: one per core; 1 if timed).")
+    add(
+        "--processes",
+        type=int | None,
+        default=None,
+        help="Units to run at once (default: one per core); timed ones run alone.",
+    )
     add("--threads", type=int | None, default=None, help="Threads per unit (default: cores / processes; smoke: 1).")
     parser.add_argument("--report", action="store_true", help="Run nothing: rewrite page and plot from result.json.")
+    parser.add_argument("--stale", action="store_true", help="List the results measured with an earlier library.")
     add("--findings", type=str | None, default=None, help="Run nothing: write the page of all results to this file.")
     return parser
 
@@ -105,7 +111,14 @@ def _names(root: Path, chosen: Any) -> list[str]:
     if chosen.scale not in SCALES:
         raise ValueError(f"unknown scale {chosen.scale!r}; {suggest(chosen.scale, SCALES)}")
     asked = [
-        flag for flag, given in (("NAME", chosen.name), ("--all", chosen.all), ("--findings", chosen.findings)) if given
+        flag
+        for flag, given in (
+            ("NAME", chosen.name),
+            ("--all", chosen.all),
+            ("--stale", chosen.stale),
+            ("--findings", chosen.findings),
+        )
+        if given
     ]
     if len(asked) > 1:
         raise ValueError(f"{' and '.join(asked)} exclude each other; give one")
@@ -159,8 +172,9 @@ def _plan(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
     if chosen.report:
         return Plan(folder, recipe, [], 1, smoke)
     processes = chosen.processes or default_processes(recipe.alone, chosen.scale)
-    share = 1 if chosen.scale == "smoke" else max(1, (os.cpu_count() or 1) // processes)
-    units = units_of(folder, recipe, chosen.scale, work=work, data=data, threads=chosen.threads or share)
+    cores = 1 if chosen.scale == "smoke" else os.cpu_count() or 1
+    threads, timed = (chosen.threads or max(1, cores // sharing) for sharing in (processes, 1))
+    units = units_of(folder, recipe, chosen.scale, work=work, data=data, threads=threads, timed_threads=timed)
     if recipe.kind == "train":
         _check(units)
     return Plan(folder, recipe, units, processes, smoke)
@@ -201,7 +215,7 @@ def _reproduce(plan: Plan, home: Path, runner: Runner, scale: str) -> int:
     """Run the units, update the result in `home` after each, compare and print; return the number of failed units."""
     finished, failures, searched = [], [], 0.0
     for unit, found in runner.run(searches_of(plan.units), _tell):
-        searched += found.get("seconds", 0.0)
+        searched += found.get("core_seconds", 0.0)
         if "failed" in found:
             failures.append(f"{unit.name}: {found['failed']}; see {unit.folder}/failed.txt")
     for unit, found in runner.run(plan.units, _tell):
@@ -248,12 +262,16 @@ def _print(folder: Path, recipe: Recipe, rows: list[dict[str, Any]], scale: str 
         console().print("Scale smoke only shows that everything runs; its figures say nothing about the claims.")
 
 
-def _list(root: Path) -> None:
-    """Print the experiments with their scales and available results."""
+def _list(root: Path, only_stale: bool) -> None:
+    """Print the experiments with their scales and available results, or those measured with an earlier library."""
     lines = []
     for name in experiments(root):
         recipe, scales = read_recipe(root / name), result.read_result(root / name)
+        old = [scale for scale, values in scales.items() if result.stale(values)]
+        if only_stale and not old:
+            continue
         sizes = [f"{scale} ({recipe.scales[scale].minutes:g} min)" for scale in SCALES if scale in recipe.scales]
-        lines.append((name, read_expected(root / name).title, ", ".join(sizes), ", ".join(scales) or "none"))
+        results = [f"{scale} (stale)" if scale in old else scale for scale in scales]
+        lines.append((name, read_expected(root / name).title, ", ".join(sizes), ", ".join(results) or "none"))
     print_table("experiments", ("name", "title", "scales", "results"), lines, markdown=False)
     sys.stdout.write(f"{NAME} NAME --scale cpu\n")

@@ -66,6 +66,11 @@ class Difference:
         reach = quantile(1 - level / 2, self.freedom) * self.error if self.error else 0.0
         return self.value - reach, self.value + reach
 
+    def bounds(self) -> tuple[float, float, float]:
+        """Return the interval with the value in its middle."""
+        low, high = self.interval()
+        return low, self.value, high
+
     def sign(self, level: float = LEVEL, margin: float = 0.0) -> int:
         """Return 1 or -1 if the interval is above or below zero, 0 if neither or if it lies within the margin.
 
@@ -78,7 +83,7 @@ class Difference:
 
     def __str__(self) -> str:
         low, high = self.interval()
-        range_ = ", one seed each" if math.isnan(self.error) else f", {low:+.3g} to {high:+.3g}"
+        range_ = ", one seed" if math.isnan(self.error) else f", {low:+.3g} to {high:+.3g}"
         return f"{number(self.left)} against {number(self.right)} ({self.value:+.3g}{range_})"
 
 
@@ -211,15 +216,16 @@ def _blocks(rows: Sequence[Row], metric: str) -> list[float] | None:
     return [statistics.mean(values) for values in zip(*scaled, strict=True)]
 
 
-def beats(rows: Sequence[Row], metric: str, baseline: str, sign: float, noise: Noise, errors: float) -> bool:
-    """Return whether the mean of `sign * (metric - baseline)` is more than that many standard errors above zero.
-
-    An unknown error of seeds or text counts as none.
-    """
-    gain = statistics.mean(sign * (row[metric] - row[baseline]) for row in rows)
-    blocks = _blocks(rows, metric)
-    known = [noise.deviation / math.sqrt(len(rows)), *([] if blocks is None else [_mean_error(blocks)[0]])]
-    return gain > errors * math.hypot(*(error for error in known if not math.isnan(error)))
+def gain(rows: Sequence[Row], metric: str, baseline: str, sign: float, noise: Noise) -> Difference:
+    """Return the mean of `sign * (metric - baseline)`, two columns of the rows, with the errors of seeds and text."""
+    values, bases = ([row[name] for row in rows] for name in (metric, baseline))
+    parts, blocks = [(noise.deviation**2 / len(rows), noise.freedom)], _blocks(rows, metric)
+    if blocks is not None:
+        error, freedom = _mean_error(blocks)
+        parts.append((error**2, freedom))
+    left, right = statistics.mean(values), statistics.mean(bases)
+    error, seeds = math.sqrt(sum(part for part, _ in parts)), len({row.get("seed") for row in rows})
+    return Difference(sign * (left - right), error, _freedom(parts), seeds, blocks is not None, left, right)
 
 
 def judge(found: Sequence[Difference], seeds: int = SEEDS, margin: float = 0.0) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from experiments.harness.claims import Expected, Verdict, by_size, verdicts
 from experiments.harness.noise import Row, number, select
 from experiments.harness.recipe import SCALES, Recipe
 from experiments.harness.runner import Finished
+from experiments.harness.source import library_hash
 from experiments.harness.units import Unit
+from experiments.harness.weight import weigh
 from subquad.config import digest
 from subquad.parsing import check_keys, read_json
 from subquad.training.checkpoint import write_atomically
@@ -22,6 +25,9 @@ FILE, PLOT, README = "result.json", "plot.png", "README.md"
 BEGIN, END = "<!-- begin: written by python -m experiments -->", "<!-- end -->"
 COLUMNS, OPEN = 10, 24
 """Columns of a table, and lines of one that is not folded."""
+CHOSEN = ("position_scale", "position_scale_tried", "lr", "lr_tried")
+"""Columns of what an arm chose, which tables show beside those of the recipe."""
+STALE = "**Measured with an earlier version of the library**"
 _KINDS = {
     **dict.fromkeys(("units", "done", "processes"), int),
     **dict.fromkeys(("dates", "commits", "machines", "rows"), list),
@@ -38,16 +44,21 @@ def identity_of(units: Iterable[Unit]) -> str:
 def collected(
     units: Sequence[Unit], finished: Sequence[Finished], processes: int, searched: float = 0.0
 ) -> dict[str, Any]:
-    """Return the result of one scale: the rows of its units and their provenance; `searched` seconds count as work."""
+    """Return the result of one scale: the rows of its units and their provenance.
+
+    `searched` is the core-seconds of the searches before them.
+    """
     good = sorted(((units.index(unit), found) for unit, found in finished if "rows" in found), key=lambda item: item[0])
     sources = [found["provenance"] for _, found in good]
+    libraries = Counter(found.get("library", "unknown") for _, found in good)
     machines = list({json.dumps(source["machine"]): source["machine"] for source in sources}.values())
     return {
         "identity": identity_of(units),
         "units": len(units),
         "done": len(good),
         "processes": processes,
-        "seconds": round(searched + sum(found["seconds"] for _, found in good), 1),
+        "core_seconds": round(searched + sum(found.get("core_seconds", found["seconds"]) for _, found in good), 1),
+        "libraries": dict(sorted(libraries.items())),
         "dates": sorted({source["date"] for source in sources}),
         "commits": sorted({source["commit"] for source in sources}),
         "machines": machines,
@@ -111,13 +122,14 @@ def telling(scales: dict[str, Any]) -> str | None:
 def cells(recipe: Recipe, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Return headers and lines of the result's table: mean ± standard deviation over rows with equal labels."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
+    table = [*recipe.table, *(name for name in CHOSEN if name not in recipe.table and any(name in row for row in rows))]
     for row in select(rows, recipe.where):
         groups.setdefault(tuple(row.get(name) for name in recipe.group), []).append(row)
     lines = []
     for key, same in groups.items():
-        values = [_cell([row[name] for row in same if row.get(name) is not None]) for name in recipe.table]
+        values = [_cell([row[name] for row in same if row.get(name) is not None]) for name in table]
         lines.append([*(_label(part) for part in key), *values, str(len({row["seed"] for row in same}))])
-    return [*recipe.group, *recipe.table, "seeds"], lines
+    return [*recipe.group, *table, "seeds"], lines
 
 
 def _label(value: Any) -> str:
@@ -143,10 +155,14 @@ def written(folder: Path, recipe: Recipe, expected: Expected) -> str:
     scale = telling(scales)
     rows = scales[scale]["rows"] if scale else []
     lines = ["| claim | theirs | ours | verdict |", "|:---|:---|:---|:---|"]
-    lines += [verdict_line(verdict, scale) for verdict in verdicts(folder, expected, scales)]
+    found = verdicts(folder, expected, scales)
+    lines += [verdict_line(verdict, scale) for verdict in found]
     parts = ["\n".join(lines)]
     if scale is None:
         return "\n\n".join([*parts, "Only scale `smoke` has been run so far."])
+    weight, reason = weigh(found, rows)
+    parts.insert(0, f"Weight: **{weight}** ({reason}).")
+    parts += [mark] if (mark := stale(scales[scale])) else []
     try:
         headers, table = cells(recipe, rows)
         measured_on = about(scales[scale], scale)
@@ -171,9 +187,28 @@ def _tables(headers: Sequence[str], lines: Sequence[Sequence[str]], labels: int)
     return [f"<details><summary>The table, {len(lines)} lines</summary>", *tables, "</details>"]
 
 
+def stale(values: dict[str, Any]) -> str:
+    """Return which units of a scale were measured with another version of the library, or an empty text."""
+    old = values["done"] - values.get("libraries", {}).get(library_hash(), 0)
+    return f"{STALE}: {old} of {values['done']} units." if old else ""
+
+
+def core_seconds(values: dict[str, Any]) -> float:
+    """Return the seconds of all units times their threads; older results give seconds and processes."""
+    if "core_seconds" in values:
+        return float(values["core_seconds"])
+    cores = max((machine.get("cores", 1) for machine in values["machines"]), default=1)
+    return float(values["seconds"] * max(1, cores // values["processes"]))
+
+
 def verdict_line(verdict: Verdict, scale: str | None) -> str:
     """Return a claim as a line of a table, with its scale if that differs from `scale`."""
-    return line(verdict.claim.says, verdict.claim.theirs, ours(verdict, scale), verdict.verdict)
+    return line(told(verdict), verdict.claim.theirs, ours(verdict, scale), verdict.verdict)
+
+
+def told(verdict: Verdict) -> str:
+    """Return the claim, marked if it is ours."""
+    return f"{verdict.claim.says} (ours)" if verdict.claim.ours else verdict.claim.says
 
 
 def ours(verdict: Verdict, scale: str | None) -> str:
@@ -194,7 +229,7 @@ def about(values: dict[str, Any], scale: str) -> str:
     dates = " to ".join(dict.fromkeys((values["dates"][0], values["dates"][-1])))
     missing = "" if values["done"] == values["units"] else f" ({values['done']} of {values['units']} units)"
     return (
-        f"Scale `{scale}`{missing}: {where}; torch {torch}; {values['seconds'] / 60:.0f} minutes of work in "
+        f"Scale `{scale}`{missing}: {where}; torch {torch}; {core_seconds(values) / 60:,.0f} core-minutes in "
         f"{values['processes']} process{'es' if values['processes'] > 1 else ''}; {dates}; "
         f"commit {', '.join(values['commits'])}."
     )

@@ -18,17 +18,20 @@ from typing import Any, Self
 import torch
 
 from experiments.harness.noise import Row
+from experiments.harness.source import library_hash
 from experiments.harness.train import InterruptedRunError, search_unit, train_unit
 from experiments.harness.units import BEGUN, DONE, ON_A_GPU, Unit, function, kept
 from subquad.evaluation.provenance import provenance
 from subquad.training.checkpoint import write_atomically
 
+SPENT = "spent.txt"
+"""Seconds of all starts of a unit, also those that were interrupted."""
 logger = logging.getLogger(__name__)
 Finished = tuple[Unit, dict[str, Any]]
 
 
 class Runner:
-    """Run units in a pool of `processes` processes; with one, in this process."""
+    """Run units in a pool of `processes` processes; with one, and timed units in any case, in this process."""
 
     def __init__(self, processes: int) -> None:
         self.processes = processes
@@ -45,7 +48,7 @@ class Runner:
     def announce(self, units: Sequence[Unit]) -> None:
         """Queue those of the units that are not done."""
         for unit in units:
-            if self.pool is not None and unit.folder not in self.waiting and kept(unit) is None:
+            if self.pool is not None and not unit.timed and unit.folder not in self.waiting and kept(unit) is None:
                 try:
                     self.waiting[unit.folder] = self.pool.submit(work, unit)
                 except BrokenProcessPool:  # a process was killed, and the pool accepts nothing more
@@ -73,16 +76,15 @@ class Runner:
             yield unit, found
 
     def _each(self, units: Sequence[Unit]) -> Iterator[Finished]:
-        if self.pool is None:
-            for unit in units:
-                yield unit, work(unit)
-            return
         self.announce(units)
-        waiting = {self.waiting.pop(unit.folder): unit for unit in units}
+        here = [unit for unit in units if self.pool is None or unit.timed]
+        waiting = {self.waiting.pop(unit.folder): unit for unit in units if unit not in here}
         while waiting:
             ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
             for future in ended:
                 yield waiting.pop(future), _found(future)
+        for unit in here:
+            yield unit, work(unit)
 
 
 def _pool(processes: int) -> ProcessPoolExecutor | None:
@@ -107,7 +109,7 @@ def work(unit: Unit) -> dict[str, Any]:
     """Run a unit and save its rows. A failed unit saves its traceback instead, and runs again the next time."""
     folder = Path(unit.folder)
     _clear(folder, unit)
-    before, begin = torch.get_num_threads(), time.perf_counter()
+    spent, before, begin = folder / SPENT, torch.get_num_threads(), time.perf_counter()
     torch.set_num_threads(unit.threads)
     try:
         rows = _rows(unit)
@@ -118,10 +120,14 @@ def work(unit: Unit) -> dict[str, Any]:
         return {"failed": f"{type(error).__name__}: {error}"}
     finally:
         torch.set_num_threads(before)
-    seconds = time.perf_counter() - begin
+        earlier = float(spent.read_text(encoding="utf-8")) if spent.is_file() else 0.0
+        seconds = earlier + time.perf_counter() - begin
+        spent.write_text(f"{seconds:.1f}\n", encoding="utf-8")
     found = {
         "identity": unit.identity,
+        "library": library_hash(),
         "seconds": seconds,
+        "core_seconds": unit.threads * seconds,
         "provenance": provenance(unit.device, ("transformers",)),
         "rows": rows,
     }

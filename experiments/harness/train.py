@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import shutil
@@ -13,13 +12,12 @@ from typing import Any
 
 import torch
 
+from experiments.harness.measure import held_out, token_nats
 from experiments.harness.noise import Row
-from experiments.harness.rates import SHARE, choose, with_chosen_rate, with_rate
+from experiments.harness.rates import SEED, SHARE, searched, with_choice, with_settings
 from experiments.harness.recipe import Held, merged
 from experiments.harness.units import ON_A_GPU, Unit, function, held_of
-from subquad.cli.finishing import finish
 from subquad.data import Corpus
-from subquad.evaluation import evaluate
 from subquad.models.build import build_model
 from subquad.models.config import DecoderConfig
 from subquad.models.stacks import options_of
@@ -87,23 +85,25 @@ def budget_steps(unit: Unit) -> dict[str, int]:
 
 def train_unit(unit: Unit) -> list[Row]:
     """Train and measure; return a row for each budget. Raises `InterruptedRunError` if the run was told to stop."""
-    unit, told = with_chosen_rate(unit)
+    unit, told = with_choice(unit)
     return [{**row, **told} for row in _trained_rows(unit)]
 
 
 def search_unit(unit: Unit) -> list[Row]:
-    """Train for a third of the steps at each rate; return rates and losses, infinite for a run that failed."""
+    """Train for a third of the steps with each rate and size; return losses, infinite for a run that failed."""
 
-    def loss(rate: float) -> float:
-        settings = with_rate(unit.settings, rate)
+    def loss(rate: float, size: float | None) -> float:
+        settings = with_settings(unit.settings, rate, *([size] if unit.sizes else []))
         whole = train_config(unit, settings)
         if whole.task not in ("language", "classify"):
             raise ValueError(
                 f"rates are for the tasks language and classify, got {whole.task}: it has no part for them"
             )
         steps = max(1, whole.run.steps // SHARE)
-        shorter = {"schedule": {"warmup": whole.schedule.warmup // SHARE}}
-        place = str(Path(unit.folder) / f"rate-{rate:g}")
+        shorter: dict[str, Any] = {"schedule": {"warmup": whole.schedule.warmup // SHARE}}
+        if whole.task == "classify" and whole.classify.dataset == "toy":  # its validation part is its test part
+            shorter["classify"] = {"seed": SEED}
+        place = str(Path(unit.folder) / (f"rate-{rate:g}" + (f"-sines-{size}" if unit.sizes else "")))
         every = 0 if whole.reads_text else steps  # of a text, the run's own evaluation reads all that is held out
         run = {"steps": steps, "save_every": steps, "eval_every": every, "eval_windows": 256, "folder": place}
         try:
@@ -113,7 +113,7 @@ def search_unit(unit: Unit) -> list[Row]:
         found = _after(result, held_of(unit)) if result.config.reads_text else result.best_loss
         return found if found is not None and math.isfinite(found) else math.inf
 
-    return [{"lr": rate, "loss": found} for rate, found in choose(unit.rates, loss).items()]
+    return searched(unit.rates, unit.sizes, loss)
 
 
 def _after(result: RunResult, held: Held) -> float:
@@ -125,11 +125,7 @@ def _after(result: RunResult, held: Held) -> float:
             f"rates are chosen on held-out text after the result's: held.tokens must be at most half of its "
             f"{len(tokens)} tokens, got {held.tokens}"
         )
-    length = held.length or result.config.batch.length
-    size = result.config.batch.size
-    return evaluate(
-        result.model.model, tokens[held.tokens : 2 * held.tokens], length=length, stride=held.stride, batch_size=size
-    ).loss
+    return float(token_nats(result, tokens[held.tokens : 2 * held.tokens], held).mean())
 
 
 def _trained_rows(unit: Unit) -> list[Row]:
@@ -176,13 +172,15 @@ def _measured(unit: Unit, config: TrainConfig, budget: dict[str, int]) -> list[R
     """Train for one budget and return its rows."""
     ((name, steps),) = budget.items()
     result = _trained(config)
-    row: Row = {"steps": steps, "parameters": result.parameters, "step_seconds": _step_seconds(result)}
+    row: Row = {"steps": steps, "parameters": result.parameters}
+    if unit.timed:
+        row["step_seconds"] = _step_seconds(result)
     if len(unit.budgets) > 1:
         row["budget"] = name
     if result.config.reads_text:
         row["predicted_tokens"] = steps * predicted_tokens(result.config)
         row["flops"] = steps * step_flops(result.config)
-    row |= _held_out(result, held_of(unit))
+    row |= held_out(result, held_of(unit))
     measure: Measure | None = function(Path(unit.experiment), "measure")
     if measure is None:
         return [row]
@@ -195,43 +193,3 @@ def _step_seconds(result: RunResult) -> float:
     speeds = [record["tokens_per_s"] for record in read_metrics(result.folder) if record.get("tokens_per_s")]
     speed = result.tokens_per_second or (speeds[-1] if speeds else float("nan"))
     return result.config.step_tokens / speed
-
-
-def _held_out(result: RunResult, held: Held) -> Row:
-    """Measure the model on held-out data with the metrics of its task."""
-    if result.config.reads_text:
-        return _text(result, held)
-    with (result.folder / "log.txt").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-        finish(result)
-    found = json.loads((result.folder / "evaluation.json").read_text(encoding="utf-8"))
-    names = ("accuracy", "error", "chance", "constant", "bag_of_tokens", "loss", "bits_per_dim")
-    return {name: found[name] for name in names if name in found}
-
-
-def _text(result: RunResult, held: Held) -> Row:
-    """Return nats per token, bits per byte, and perplexity per token and per word on the held-out text."""
-    assert isinstance(result.corpus, Corpus)
-    shard, tokenizer = result.corpus.held_out, result.corpus.tokenizer
-    tokens = shard.tokens[: held.tokens]
-    whole = len(tokens) == len(shard) and not held.skip
-    found = evaluate(
-        result.model.model,
-        tokens,
-        length=held.length or result.config.batch.length,
-        stride=held.stride,
-        skip=held.skip,
-        batch_size=result.config.batch.size,
-        text_bytes=shard.text_bytes if whole else None,
-        words=shard.words if whole else None,
-    )
-    row = {"loss": found.loss, "perplexity": found.perplexity, "scored_tokens": found.tokens}
-    if whole:
-        return {**row, "word_perplexity": found.word_perplexity, "bits_per_byte": found.bits_per_byte}
-    text = tokenizer.decode(tokens[-found.tokens :].tolist())
-    nats = found.loss * found.tokens
-    words = max(1, len(text.split()))
-    return {
-        **row,
-        "word_perplexity": math.exp(min(nats / words, 700.0)),
-        "bits_per_byte": nats / math.log(2) / len(text.encode()),
-    }

@@ -14,12 +14,15 @@ import torch
 
 from experiments.harness.data import find
 from experiments.harness.recipe import Held, Recipe, merged
+from experiments.harness.source import without_docstrings
 from subquad.config import digest
 from subquad.parsing import read_json
 
 CODE = "experiment.py"
 DONE, BEGUN = "unit.json", "begun.txt"
 ON_A_GPU = ("gpu", "paper")
+SINES = "sinusoidal"
+"""The `position` of arms that choose the size of their sines."""
 MEASURES = ("run", "measure")
 """Functions of `experiment.py` that produce rows; its other functions judge and draw them."""
 
@@ -39,7 +42,7 @@ class Unit:
     folder: str
     """Folder of the unit's files, from which an interrupted unit continues."""
     kind: str
-    """train, measure, or search (of a learning rate)."""
+    """train, measure, or search (of a learning rate and a size of sines)."""
     identity: str
     """Hash of everything that affects the rows: settings and measuring code, but no paths."""
     training: str
@@ -50,6 +53,10 @@ class Unit:
     held: dict[str, Any] | None = None
     rates: tuple[float, ...] = ()
     """Learning rates to choose from first (none: that of the settings)."""
+    sizes: tuple[float | None, ...] = ()
+    """Sizes of the arm's added sines to choose from before (none: that of the settings)."""
+    timed: bool = False
+    """Run when nothing else runs."""
     threads: int = 1
 
     @property
@@ -71,10 +78,11 @@ def units_of(
     work: Path,
     data: Mapping[str, str],
     threads: int = 1,
+    timed_threads: int | None = None,
 ) -> list[Unit]:
     """Return the units of a scale, ordered by seed so that early results cover all arms.
 
-    Raises `ValueError` or `FileNotFoundError` for missing data.
+    Timed units have `timed_threads` (None: `threads`). Raises `ValueError` or `FileNotFoundError` for missing data.
     """
     chosen, arms = recipe.scale(scale), recipe.arms_of(scale)
 
@@ -91,8 +99,13 @@ def units_of(
             if seed not in (chosen.seeds if arm.seeds is None else arm.seeds):
                 continue
             settings = plain(name)
+            rates, sizes = chosen.choose.lr, chosen.choose.position_scale
+            if settings.get("model", {}).get("position") != SINES:
+                sizes = []
+            timed = (recipe.alone or arm.timed) and scale != "smoke"
             trained = [name, seed, settings, chosen.budgets, chosen.reference and plain(chosen.reference)]
-            trained += [chosen.rates, chosen.held.to_dict()] if chosen.rates else []
+            trained += [rates, chosen.held.to_dict()] if rates else []
+            trained += [sizes] if sizes else []
             found.append(
                 Unit(
                     experiment=str(experiment),
@@ -108,8 +121,10 @@ def units_of(
                     reference=reference,
                     budgets=tuple(chosen.budgets),
                     held=chosen.held.to_dict(),
-                    rates=tuple(chosen.rates),
-                    threads=threads,
+                    rates=tuple(rates),
+                    sizes=tuple(sizes),
+                    timed=timed,
+                    threads=timed_threads or threads if timed else threads,
                 )
             )
     return found
@@ -159,14 +174,7 @@ def measuring_code(experiment: Path) -> str:
         if name not in used:
             used[name] = top[name]
             waiting += [n.id for n in ast.walk(top[name]) if isinstance(n, ast.Name) and n.id in top]
-    return "\n".join(ast.unparse(_without_docstrings(used[name])) for name in sorted(used))
-
-
-def _without_docstrings(node: ast.stmt) -> ast.stmt:
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(inner) is not None:
-            inner.body = inner.body[1:] or [ast.Pass()]
-    return node
+    return "\n".join(ast.unparse(without_docstrings(used[name])) for name in sorted(used))
 
 
 def function(experiment: Path, name: str) -> Callable[..., Any] | None:

@@ -5,7 +5,7 @@ import statistics
 
 from matplotlib.figure import Figure
 
-from experiments.harness.noise import Margin, Noise, Row, difference, judge, pooled, select
+from experiments.harness.noise import Difference, Noise, Row, difference, pooled, select
 from experiments.harness.plots import COLORS
 from experiments.harness.units import Unit
 from subquad.training import RunResult
@@ -23,19 +23,19 @@ def measure(result: RunResult, unit: Unit) -> list[Row]:
     ]
 
 
-def claim_curves(rows: list[Row]) -> tuple[str, str] | None:
+def claim_curves(rows: list[Row]) -> tuple[list[Difference], str] | None:
     """Check that attention is below Latte at every evaluation in the second half of the training."""
     steps = sorted({row["step"] for row in rows})
     found = [_gap(rows, step) for step in steps[len(steps) // 2 :]]
-    known = [(step, margin) for step, margin in found if margin is not None]
+    known = [(step, gap) for step, gap in found if gap is not None]
     if not known:
         return None
-    shown = ", ".join(f"{margin.value:+.3f}" for _, margin in known)
+    shown = ", ".join(f"{gap.value:+.3f}" for _, gap in known)
     text = f"Latte - attention, from step {known[0][0]} to {known[-1][0]}: {shown} nats (± {known[-1][1].error:.2g})"
-    return judge([margin for _, margin in known]), text
+    return [gap for _, gap in known], text
 
 
-def claim_distance(rows: list[Row]) -> tuple[str, str] | None:
+def claim_distance(rows: list[Row]) -> tuple[list[Difference], str] | None:
     """Compare the distance at the end with that in the middle of the training."""
     steps = sorted({row["step"] for row in rows})
     if len(steps) < 2:
@@ -43,11 +43,11 @@ def claim_distance(rows: list[Row]) -> tuple[str, str] | None:
     (first, middle), (last, end) = _gap(rows, steps[(len(steps) - 1) // 2]), _gap(rows, steps[-1])
     if middle is None or end is None:
         return None
-    change = Margin(middle.value - end.value, math.hypot(middle.error, end.error), end.freedom)
-    return judge([change]), f"{middle.value:+.3f} nats at step {first}, {end.value:+.3f} at step {last}"
+    change = Difference(middle.value - end.value, math.hypot(middle.error, end.error), end.freedom, end.seeds)
+    return [change], f"{middle.value:+.3f} nats at step {first}, {end.value:+.3f} at step {last}"
 
 
-def claim_seconds(rows: list[Row]) -> tuple[str, str] | None:
+def claim_seconds(rows: list[Row]) -> tuple[list[Difference], str] | None:
     """Compare the losses after the seconds of the shorter training, interpolating the other curve."""
     seeds = sorted({row["seed"] for row in rows})
     gaps = []
@@ -62,7 +62,7 @@ def claim_seconds(rows: list[Row]) -> tuple[str, str] | None:
     mean = statistics.mean(gaps)
     error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
     shown = f"Latte - attention after the same seconds: {mean:+.3f} ± {error:.2g} nats"
-    return judge([Margin(-mean, error, len(gaps) - 1)]), shown
+    return [Difference(-mean, error, len(gaps) - 1, len(gaps))], shown
 
 
 def draw(figure: Figure, rows: list[Row]) -> None:
@@ -80,12 +80,11 @@ def draw(figure: Figure, rows: list[Row]) -> None:
         axis.legend(frameon=False)
 
 
-def _gap(rows: list[Row], step: int) -> tuple[int, Margin | None]:
+def _gap(rows: list[Row], step: int) -> tuple[int, Difference | None]:
     """Return Latte's loss minus attention's after a step (None if one is missing), with the noise of all steps."""
     same = select(rows, {"step": step})
     latte, attention = (select(same, {"mechanism": name}) for name in ("Latte", "attention"))
-    found = difference(latte, attention, "held_out_loss", _noise(rows))
-    return step, None if found is None else Margin(found.value, found.error, found.freedom)
+    return step, difference(latte, attention, "held_out_loss", _noise(rows))
 
 
 def _noise(rows: list[Row]) -> Noise:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from experiments.harness.noise import FAILS, HOLDS, NOISE, Difference, Margin, Row, difference, judge, pooled, select
+from experiments.harness.noise import FAILS, HOLDS, Difference, Row, compare, select
 from experiments.harness.units import Unit
 from subquad.models.build import build_model
 from subquad.models.config import DecoderConfig
@@ -60,38 +60,30 @@ def _keys(tokens_N: np.ndarray, tokens: int, order: int, own: bool) -> np.ndarra
 
 def _differences(rows: list[Row], left: Row, right: Row, metric: str) -> dict[str, Difference]:
     """Return left - right for each corpus that has both; a scale may lack a corpus."""
-    noise = pooled(rows, metric)
-    found = {}
-    for corpus in dict.fromkeys(row["corpus"] for row in rows):
-        same = select(rows, {"corpus": corpus})
-        found[corpus] = difference(select(same, left), select(same, right), metric, noise)
+    names = dict.fromkeys(row["corpus"] for row in rows)
+    found = {corpus: compare(select(rows, {"corpus": corpus}), left, right, metric) for corpus in names}
     return {corpus: value for corpus, value in found.items() if value is not None}
 
 
-def _lower(rows: list[Row], left: Row, right: Row) -> tuple[str, str] | None:
+def _lower(rows: list[Row], left: Row, right: Row) -> tuple[list[Difference], str] | None:
     """Check that the left rows need fewer bits than the right ones in every corpus."""
     found = _differences(rows, left, right, "bits_per_byte")
     if not found:
         return None
     shown = "; ".join(f"{corpus} {value}" for corpus, value in found.items())
-    return judge([Margin(-value.value, value.error, value.freedom) for value in found.values()]), shown
+    return [value.toward(-1) for value in found.values()], shown
 
 
-def _close(rows: list[Row], attention: Row) -> tuple[str, str] | None:
+def _close(rows: list[Row], attention: Row) -> tuple[list[Difference], str] | None:
     """Check that Latte is close in every corpus; a ratio of perplexities is a difference of losses."""
     found = _differences(rows, LATTE, attention, "loss")
     if not found:
         return None
-    shown, vacuous = [], False
+    shown = []
     for corpus, value in found.items():
-        error = 0.0 if math.isnan(value.error) else value.error
-        low, middle, high = (100 * math.expm1(value.value + sign * error) for sign in (-1, 0, 1))
-        shown.append(f"{corpus} {middle:+.1f} % ({low:+.1f} to {high:+.1f})")
-        trigram = min((row["trigram"] for row in select(rows, {"corpus": corpus})), default=0.0)
-        vacuous = vacuous or min(value.left, value.right) > trigram
-    if vacuous:
-        return NOISE, f"{'; '.join(shown)}; but neither predicts better than trigram counts"
-    return judge([Margin(math.log(CLOSE) - v.value, v.error, v.freedom) for v in found.values()]), "; ".join(shown)
+        low, middle, high = (f"{100 * math.expm1(bound):+.1f}" for bound in value.bounds())
+        shown.append(f"{corpus} {middle} % ({low} to {high})")
+    return [value.toward(-1, math.log(CLOSE)) for value in found.values()], "; ".join(shown)
 
 
 def claim_bits_agree(rows: list[Row]) -> tuple[str, str]:

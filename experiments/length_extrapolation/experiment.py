@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from experiments.harness.noise import FAILS, HOLDS, Margin, Row, judge, select
+from experiments.harness.noise import FAILS, HOLDS, Difference, Row, select
 from experiments.harness.units import Unit
 from subquad.evaluation.probes import context_loss
 from subquad.training.run import RunResult
@@ -18,6 +18,8 @@ WINDOWS = {"smoke": 2, "cpu": 16, "gpu": 128, "paper": 128}
 SCHEMES = ("rope", "sinusoidal", "none")
 KEPT = 0.05
 """Nats per token within which a loss counts as kept."""
+ROUNDINGS = 1e-4
+"""Change in nats that rounding explains."""
 
 
 def measure(result: RunResult, unit: Unit) -> list[Row]:
@@ -70,6 +72,16 @@ def claim_which_keep(rows: list[Row]) -> tuple[str, str] | None:
     return HOLDS if kept else FAILS, f"arms that lose less than {KEPT} nats, {'; '.join(shown)}"
 
 
+def claim_within_reach(rows: list[Row]) -> tuple[str, str] | None:
+    """Check that the loss stays the same, to within `ROUNDINGS`, from twice the training length to the longest."""
+    change = [
+        abs(long["same"] - short["same"])
+        for arm in dict.fromkeys(row["arm"] for row in rows)
+        for short, long in zip(*(select(rows, {"arm": arm, "times": n}) for n in (TIMES[1], TIMES[-1])), strict=True)
+    ]
+    return (HOLDS if max(change) < ROUNDINGS else FAILS, f"changes of at most {max(change):.0e}") if change else None
+
+
 def claim_context_is_used(rows: list[Row]) -> tuple[str, str] | None:
     """Check that every arm gains more than `KEPT` at T from T / 2 to T tokens of context over windows of T / 4."""
     first = select(rows, {"times": 1})
@@ -88,7 +100,7 @@ def _by_arm(rows: list[Row], value: str) -> dict[str, list[float]]:
     return found
 
 
-def _kept(rows: list[Row], mechanism: str) -> tuple[str, str] | None:
+def _kept(rows: list[Row], mechanism: str) -> tuple[list[Difference], str] | None:
     """Check that 16 times the context adds less than `KEPT` in each scheme, with noise pooled over the schemes."""
     last = _by_arm(select(rows, {"times": TIMES[-1], "mechanism": mechanism}), "more")
     if not last:
@@ -96,12 +108,12 @@ def _kept(rows: list[Row], mechanism: str) -> tuple[str, str] | None:
     freedom = sum(len(values) - 1 for values in last.values())
     squares = sum((v - statistics.mean(values)) ** 2 for values in last.values() for v in values)
     deviation = math.sqrt(squares / freedom) if freedom else math.nan
-    margins, shown = [], []
+    kept, shown = [], []
     for name, values in last.items():
         error = deviation / math.sqrt(len(values))
-        margins.append(Margin(KEPT - statistics.mean(values), error, freedom))
+        kept.append(Difference(KEPT - statistics.mean(values), error, freedom, len(values)))
         shown.append(f"{name.split()[-1]} {statistics.mean(values):+.3f} ± {error:.3f}")
-    return judge(margins), "; ".join(shown)
+    return kept, "; ".join(shown)
 
 
 def draw(figure: Figure, rows: list[Row]) -> None:

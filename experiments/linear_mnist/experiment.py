@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from experiments.harness.noise import NOISE, Margin, Row, judge, pooled, select
+from experiments.harness.noise import EXACT, Difference, Row, pooled, select
 from experiments.harness.train import train_unit
 from experiments.harness.units import Unit
 from subquad.data import load_images
@@ -98,15 +98,15 @@ def toy_images(file: Path) -> Path:
     return file
 
 
-def claim_bits(rows: list[Row]) -> tuple[str, str] | None:
+def claim_bits(rows: list[Row]) -> tuple[list[Difference], str] | None:
     """Check that softmax needs fewer bits, with the noise over images, treated as independent for the two models."""
     linear, full = (select(rows, {"what": "bits", "attention": name}) for name in ("linear", "full"))
     if not linear or not full:
         return None
     a, b = (statistics.mean(row["bits_per_dim"] for row in side) for side in (full, linear))
     error = math.hypot(*(max(row["error"] for row in side) for side in (full, linear)))
-    verdict = NOISE if abs(a - b) < 2 * error else "holds" if a < b else "does not hold"
-    return verdict, f"{a:.3f} against {b:.3f} ({a - b:+.3f} ± {error:.3f} over images)"
+    found = Difference(b - a, error, EXACT, len({row["seed"] for row in full}), complete=True)
+    return [found], f"{a:.3f} against {b:.3f} ({a - b:+.3f} ± {error:.3f} over images)"
 
 
 def claim_faster_than_no_cache(rows: list[Row]) -> tuple[str, str] | None:
@@ -119,7 +119,7 @@ def claim_faster_than_no_cache(rows: list[Row]) -> tuple[str, str] | None:
     return "holds" if least > 1 else "does not hold", shown
 
 
-def claim_factor(rows: list[Row]) -> tuple[str, str] | None:
+def claim_factor(rows: list[Row]) -> tuple[list[Difference], str] | None:
     """Check that the time of softmax with its cache relative to linear attention grows with the number of images."""
     timed = [{**row, "log": math.log(row["seconds"])} for row in rows if row["what"] == "drawing"]
     for row in timed:
@@ -134,10 +134,11 @@ def claim_factor(rows: list[Row]) -> tuple[str, str] | None:
     if len(found) < 2:
         return None
     noise = pooled(timed, "log")
-    error = noise.deviation * math.sqrt(4 / min(len(side) for side in sides))
-    verdict = judge([Margin(found[1] - found[0], error, noise.freedom)])
+    repeats = min(len(side) for side in sides)
+    error = noise.deviation * math.sqrt(4 / repeats)
+    growth = Difference(found[1] - found[0], error, noise.freedom, repeats)
     shown = ", ".join(f"{math.exp(value):.2f}" for value in found)
-    return verdict, f"{shown} times for {counts[0]} and {counts[-1]} images (± {100 * error:.0f} % on the growth)"
+    return [growth], f"{shown} times for {counts[0]} and {counts[-1]} images (± {100 * error:.0f} % on the growth)"
 
 
 def draw(figure: Figure, rows: list[Row]) -> None:

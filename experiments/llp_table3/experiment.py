@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from experiments.harness.noise import FAILS, HOLDS, Margin, judge, number, pooled, select
+from experiments.harness.noise import FAILS, HOLDS, Difference, number, pooled, select
 from experiments.harness.units import Unit
 from subquad.models import Decoder, DecoderConfig
 from subquad.training import RunResult
@@ -60,7 +60,7 @@ def claim_whole_context_from_depth(rows: list[Row]) -> tuple[str, str] | None:
     return (HOLDS if right else FAILS), f"{llp[0]['needed']} needed; {shown}"
 
 
-def _more_than_full(rows: list[Row], few: int, many: int) -> tuple[str, str] | None:
+def _more_than_full(rows: list[Row], few: int, many: int) -> tuple[list[Difference], str] | None:
     """Check that LLP gains more than full attention from `few` to `many` layers."""
     cells = [
         [row["loss"] for row in select(rows, {"mechanism": mechanism, "layers": layers})]
@@ -75,7 +75,7 @@ def _more_than_full(rows: list[Row], few: int, many: int) -> tuple[str, str] | N
     error = noise.deviation * math.sqrt(sum(1 / len(cell) for cell in cells))
     ours = f"LLP gains {number(llp)}, full attention {number(full)} nats per token; difference {llp - full:+.3g}"
     shown = f"{ours}, one seed each" if math.isnan(error) else f"{ours} ± {number(error)}"
-    return judge([Margin(llp - full, error, noise.freedom)]), shown
+    return [Difference(llp - full, error, noise.freedom, min(map(len, cells)))], shown
 
 
 # With 4 layers LLP sees part of the tokens; with 8 and 12, all of them (7 are needed).

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.harness.noise import FAILS, HOLDS, NOISE, select
+from experiments.harness.noise import Difference, select
 from experiments.harness.units import Unit
 from experiments.lora_mnist import arms as lora
 from experiments.lora_mnist.config import VARIANTS, MnistConfig
@@ -66,15 +66,14 @@ def toy_digits(file: Path, seed: int, *, train: int, test: int) -> Path:
     return file
 
 
-def claim_below_chance(rows: list[Row]) -> tuple[str, str] | None:
+def claim_below_chance(rows: list[Row]) -> tuple[list[Difference], str] | None:
     """Check that the base is worse than guessing on inverted images."""
     base = {"way": "base", "base": "stopped", "images": "inverted", "rank": 0}
     found = [row["accuracy"] for row in select(rows, base)]
     if len(found) < 2:
         return None
     mean, error = statistics.mean(found), statistics.stdev(found) / len(found) ** 0.5
-    verdict = NOISE if abs(mean - 10) <= 2 * error else HOLDS if mean < 10 else FAILS
-    return verdict, f"{mean:.2f} ± {error:.2f} %"
+    return [Difference(10 - mean, error, len(found) - 1, len(found))], f"{mean:.2f} ± {error:.2f} %"
 
 
 def draw(figure: Figure, rows: list[Row]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.memory import peak_bytes
 from experiments.harness.curves import means
-from experiments.harness.noise import FAILS, HOLDS, NOISE
+from experiments.harness.noise import FAILS, HOLDS, UNRESOLVED
 from experiments.harness.units import Unit
 from subquad.training import RunResult
 
@@ -56,7 +56,7 @@ def claim_time(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
     pairs = list(pairwise(middle))
     if any(fast[a] > slow[b] for a, b in pairs):
         return FAILS, shown
-    return (HOLDS if all(slow[a] < fast[b] for a, b in pairs) else NOISE), shown
+    return (HOLDS if all(slow[a] < fast[b] for a, b in pairs) else UNRESOLVED), shown
 
 
 def claim_in_proportion(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
