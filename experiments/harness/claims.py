@@ -80,7 +80,7 @@ class Claim(Config):
     margin: float = 0.0
     """Difference, fixed before the run, up to which two sides are equal; without it, no verdict says so."""
     gate: Gate | None = None
-    """The gate of this claim on trained models (None: the experiment's)."""
+    """The gate of this claim on trained models (None: the experiment's; without any, a decision is an indication)."""
     theorem: bool = False
     """The claim follows from the definitions (`why`): measurements can only contradict our code."""
     ours: bool = False

@@ -93,9 +93,8 @@ def _weights(found: Sequence[Found]) -> str:
         lines.append(line(part.link, part.weight, part.reason + mark, f"{part.core_seconds / 60:,.0f}"))
     hours = sum(part.core_seconds for part in found) / 3600
     intro = (
-        "Strong results come first, here and in the tables below; [experiments](../experiments) states the rule. A stale "
-        "one was measured with an earlier version of the library. All results together took "
-        f"{hours:,.1f} core-hours."
+        "Strong results come first, here and in the tables below; [experiments](../experiments) states the rule. A "
+        f"stale one was measured with an earlier version of the library. All results took {hours:,.1f} core-hours."
     )
     return "\n\n".join(["## Weight of the experiments", intro, "\n".join(lines)])
 

@@ -31,16 +31,16 @@ BLOCKS, COUNTED = 100, 3_000_000
 def held_out(result: RunResult, held: Held) -> Row:
     """Measure the model on held-out data with the metrics of its task, and a trivial baseline."""
     if result.config.reads_text:
-        return text(result, held)
+        return measure_text(result, held)
     with (result.folder / "log.txt").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
         finish(result)
     found = json.loads((result.folder / "evaluation.json").read_text(encoding="utf-8"))
     names = ("accuracy", "error", "chance", "constant", "bag_of_tokens", "loss", "bits_per_dim")
     row = {name: found[name] for name in names if name in found}
-    return row | _classes(result) if isinstance(result.corpus, LabelledCorpus) else row
+    return row | measure_classes(result) if isinstance(result.corpus, LabelledCorpus) else row
 
 
-def _classes(result: RunResult) -> Row:
+def measure_classes(result: RunResult) -> Row:
     """Return chance and the accuracy in blocks of a classifier's test sequences."""
     corpus: Any = result.corpus  # Any, since torch's Dataset type has no length
     parts = np.array_split(np.arange(len(corpus.test)), min(BLOCKS, len(corpus.test)))
@@ -58,7 +58,7 @@ def _classes(result: RunResult) -> Row:
     return {"chance": 1 / len(corpus.classes), "text": corpus.fingerprint[:8], **blocks}
 
 
-def text(result: RunResult, held: Held) -> Row:
+def measure_text(result: RunResult, held: Held) -> Row:
     """Return nats per token, bits per byte, and perplexity per token and per word on the held-out text.
 
     `unigram` (nats per token) and `gzip` (bits per byte) are trivial baselines on the same tokens.

@@ -46,19 +46,37 @@ def run(unit):
 def claim_judged(rows):
     return ("holds" if len(rows) > 2 else "does not hold"), f"{len(rows)} rows"
 """
-TWO = {"kind": "higher", "metric": "value", "pairs": [[{"arm": "two"}, {"arm": "one"}]], "where": {"tokens": 2}}
+TWO = {
+    "kind": "higher",
+    "evidence": "times",
+    "metric": "value",
+    "pairs": [[{"arm": "two"}, {"arm": "one"}]],
+    "where": {"tokens": 2},
+}
 CLAIMS = [
     {"id": "more", "says": "two is more than one", "theirs": "2 > 1", **TWO},
-    {"id": "judged", "says": "there are rows", "theirs": "many", "kind": "function"},
+    {"id": "judged", "says": "there are rows", "theirs": "many", "kind": "function", "evidence": "exact", "ours": True},
     {"id": "other", "says": "as good as X", "theirs": "X 3", "kind": "not comparable", "why": "other tokens"},
 ]
 
 
-def write(folder, recipe, claims, code=""):
+def rows(**values):
+    """Return a row for each arm and seed with its loss."""
+    return [{"arm": arm, "seed": i, "loss": v} for arm, found in values.items() for i, v in enumerate(found)]
+
+
+def write(folder, recipe, claims, code="", **more):
     """Write an experiment's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.yaml").write_text("# an experiment\n" + yaml.safe_dump(recipe, sort_keys=False))
-    expected = {"paper": "A paper", "title": "Its table", "source": "Table 0", "comparable": "no", "claims": claims}
+    expected = {
+        "paper": "A paper",
+        "title": "Its table",
+        "source": "Table 0",
+        "comparable": "no",
+        "claims": claims,
+        **more,
+    }
     (folder / "expected.json").write_text(json.dumps(expected))
     marks = "<!-- begin: written by python -m experiments -->\n<!-- end -->"
     (folder / "README.md").write_text(f"# {folder.name}\n\nBefore.\n\n{marks}\n\nAfter.\n")

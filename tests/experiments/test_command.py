@@ -7,7 +7,8 @@ import pytest
 
 from experiments.harness.command import main
 from experiments.harness.findings import findings
-from experiments.harness.result import read_result
+from experiments.harness.result import STALE, read_result
+from experiments.harness.source import library_hash
 from tests.experiments.helpers import TINY, change
 
 
@@ -30,23 +31,31 @@ def test_a_result_is_kept_compared_and_reported_again_without_running(experiment
     assert measure() == 0
     shown = capsys.readouterr()
     assert "4 of 4: two, seed 1" in shown.err
-    assert "two is more than one: holds\n    theirs: 2 > 1\n    ours: 8.5 against 4.5" in shown.out
+    assert "two is more than one: indication\n    theirs: 2 > 1\n    ours: 8.5 against 4.5" in shown.out
     result = read_result(folder)["cpu"]
     assert (result["units"], result["done"], len(result["rows"])) == (4, 4, 8)
     assert result["rows"][1] == {"arm": "one", "seed": 0, "tokens": 2, "value": 4, "note": "seen"}
-    assert {"machines", "versions", "commits", "dates", "seconds"} <= result.keys()
+    assert {"machines", "versions", "commits", "dates", "core_seconds", "libraries"} <= result.keys()
     readme = (folder / "README.md").read_text()
     assert readme.startswith("# measured\n\nBefore.")
     assert readme.endswith("After.\n")
-    assert "| two is more than one | 2 > 1 | 8.5 against 4.5 (+4 ± 0.7071) | holds |" in readme
+    assert (
+        "| two is more than one | 2 > 1 | 8.5 against 4.5 (+4, +0.958 to +7.04); for the claim | indication |" in readme
+    )
     assert "| one | 2 | 4.5 ± 0.71 | seen | 2 |" in readme
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert "3 claims: holds 2, not comparable 1." in findings(experiments, [folder])
+    assert "2 claims of papers: indication 1, not comparable 1; 1 claims of our own: holds 1." in findings(
+        experiments, [folder]
+    )
+    assert "Weight: **medium** (1 of 2 claims decided; 2 repeats of the timings)." in readme
+    assert "| there are rows (ours) | many | 8 rows | holds |" in readme
+    assert "/ 60" not in readme
+    assert " core-minutes in 1 process;" in readme
 
     rows = (folder / "result.json").read_bytes()
     edit_first_claim(folder / "expected.json", kind="lower")
     assert run("measured", "--report") == 0
-    assert "| does not hold |" in (folder / "README.md").read_text()
+    assert "; against the claim | indication |" in (folder / "README.md").read_text()
     assert (folder / "result.json").read_bytes() == rows
     with pytest.raises(SystemExit, match="0"):
         run("--help")
@@ -54,7 +63,7 @@ def test_a_result_is_kept_compared_and_reported_again_without_running(experiment
     assert run() == 0
     assert "smoke (0 min), cpu (0 min)" in capsys.readouterr().out  # the list of experiments
     assert run("--findings", "findings.md") == 0
-    assert "**does not hold**" in Path("findings.md").read_text()
+    assert "[measured](../experiments/measured) (medium)" in Path("findings.md").read_text()
     assert "**not run**" in Path("findings.md").read_text()  # of the other experiment
 
     edit_first_claim(folder / "expected.json", on_page=False)
@@ -62,10 +71,28 @@ def test_a_result_is_kept_compared_and_reported_again_without_running(experiment
     (experiments / "wrong.md").write_text("## What is wrong\n\nNothing.\n")
     page = findings(experiments, [folder])
     assert "two is more than one" not in page
-    assert "The folders have 1 more claims: does not hold 1." in page
+    assert "The folders have more: 1 claims of papers: indication 1." in page
     assert "![values by tokens](../experiments/measured/plot.png)" in page
     assert "See [measured](../experiments/measured)." in page
     assert page.index("What to choose") < page.index("## A paper") < page.index("What is wrong")
+
+
+def test_results_of_an_earlier_library_are_marked_and_listed(experiments, capsys):
+    folder = experiments / "measured"
+    assert measure() == 0
+    assert STALE not in (folder / "README.md").read_text()
+    assert run("--stale") == 0
+    assert "measured" not in capsys.readouterr().out.partition("name")[2]
+    for libraries, told in (({"an older one": 1, library_hash(): 3}, "1 of 4"), (None, "4 of 4")):
+        result = json.loads((folder / "result.json").read_text())
+        result["scales"]["cpu"].pop("libraries")
+        result["scales"]["cpu"] |= {"libraries": libraries} if libraries else {}
+        (folder / "result.json").write_text(json.dumps(result))
+        assert run("measured", "--report") == 0
+        assert f"{STALE}: {told} units." in (folder / "README.md").read_text()
+        assert run("--stale") == 0
+        assert "cpu (stale)" in capsys.readouterr().out
+        assert "; stale |" in findings(experiments, [folder])
 
 
 def test_smoke_leaves_the_folder_as_it_is_and_starts_afresh(experiments, capsys):
@@ -113,6 +140,7 @@ def test_done_units_run_again_only_if_they_changed_and_a_failed_one_is_reported(
         ("measured --scale big", "unknown scale 'big'; valid: cpu, gpu, paper, smoke"),
         ("measured --scale gpu", "this experiment has no scale 'gpu'; did you mean 'cpu'? valid: cpu, smoke"),
         ("measured --all", "NAME and --all exclude each other; give one"),
+        ("--all --stale", "--all and --stale exclude each other"),
         ("--all --findings x.md", "--all and --findings exclude each other"),
         ("measured --processes 0", "--processes must be at least 1, got 0"),
         ("measured --threads 0", "--threads must be at least 1, got 0"),

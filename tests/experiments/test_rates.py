@@ -1,13 +1,17 @@
 """Each arm chooses its learning rate first: by short runs, with a seed and on text that its result never uses."""
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from experiments.harness import measure
 from experiments.harness import train as harness
 from experiments.harness.command import main
-from experiments.harness.rates import SEED, choose, searches_of, with_rate
+from experiments.harness.rates import SEED, choose, searches_of, with_choice, with_settings
+from experiments.harness.rates import searched as search
 from experiments.harness.recipe import Recipe, merged
 from experiments.harness.result import read_result
 from subquad.data import prepare
@@ -16,7 +20,7 @@ from subquad.training.progress import read_metrics
 from tests.experiments.helpers import change, planned
 
 RATES = [1e-4, 1e-2, 1e30]
-SCALE = {"seeds": [0, 1], "held": {"tokens": 64}, "rates": RATES}
+SCALE = {"seeds": [0, 1], "held": {"tokens": 64}, "choose": {"lr": RATES}}
 
 
 def searched(experiments, **scale):
@@ -57,18 +61,19 @@ def test_a_failed_rate_is_never_the_best_and_failures_end_the_series():
 
 def test_the_rate_of_matrices_keeps_its_ratio():
     settings = {"optimizer": {"name": "muon", "lr": 0.012, "matrix_lr": 0.004}}
-    assert with_rate(settings, 0.006)["optimizer"] == {"name": "muon", "lr": 0.006, "matrix_lr": 0.002}
-    assert with_rate({}, 0.006) == {"optimizer": {"lr": 0.006}}
+    assert with_settings(settings, 0.006)["optimizer"] == {"name": "muon", "lr": 0.006, "matrix_lr": 0.002}
+    assert with_settings({}, 0.006) == {"optimizer": {"lr": 0.006}}
 
 
 def test_an_arm_is_searched_once_and_its_seeds_use_the_best_rate(experiments, capsys, monkeypatch):
-    folder, read, evaluate = searched(experiments), [], harness.evaluate
+    folder, read, nats = searched(experiments), [], measure.token_nats
 
-    def spy(model, tokens, **options):
+    def spy(result, tokens, held):
         read.append(tokens.tolist())
-        return evaluate(model, tokens, **options)
+        return nats(result, tokens, held)
 
-    monkeypatch.setattr(harness, "evaluate", spy)
+    monkeypatch.setattr(harness, "token_nats", spy)
+    monkeypatch.setattr(measure, "token_nats", spy)
     command = ("trained", "--folder", "experiments", "--processes", "1", "--work", "w")
     assert main(command) == 0
     told = capsys.readouterr().err
@@ -89,7 +94,7 @@ def test_an_arm_is_searched_once_and_its_seeds_use_the_best_rate(experiments, ca
     assert main(command) == 0
     assert capsys.readouterr().err == ""  # nothing is searched or trained again
     before = {unit.identity for unit in planned(folder)}
-    searched(experiments, rates=[1e-4, 1e-2, 0.1])
+    searched(experiments, choose={"lr": [1e-4, 1e-2, 0.1]})
     assert not before & {unit.identity for unit in planned(folder)}
 
 
@@ -98,6 +103,50 @@ def test_a_classifier_chooses_on_its_validation_part(experiments):
     rows = harness.search_unit(unit)
     assert [row["lr"] for row in rows][-1] == RATES[-1]  # it fails
     assert all(0 < row["loss"] < 5 for row in rows[:-1])
+    # The toy task's validation part is its test part, so its search makes other sequences.
+    assert TrainConfig.from_file(Path(unit.folder) / "rate-0.01" / "config.yaml").classify.seed == SEED
+    plain = replace(planned(experiments / "trained")[0], rates=())
+    (row,) = harness.train_unit(plain)
+    assert len(row["accuracy_blocks"]) == 8
+    assert row["accuracy"] == pytest.approx(sum(row["accuracy_blocks"]) / 8)
+    assert (row["chance"], row["block_size"]) == (0.5, 1)
+
+
+def test_an_arm_with_sines_chooses_their_size_first(experiments):
+    """At the middle rate the larger size is best; at that size the first rate and then one beyond the series is."""
+    best = {None: 0.5, 1.0: 0.0}
+    asked = []
+
+    def loss(rate, size):
+        asked.append((rate, size))
+        return best[size] + abs(math.log(rate / 0.006))
+
+    rows = search([0.01, 0.02, 0.04], [None, 1.0], loss)
+    assert asked == [(0.02, None), (0.02, 1.0), (0.01, 1.0), (0.04, 1.0), (0.005, 1.0), (0.0025, 1.0)]
+    assert [row for row in rows if row["loss"] == min(row["loss"] for row in rows)] == [
+        {"lr": 0.005, "position_scale": 1.0, "loss": abs(math.log(0.005 / 0.006))}
+    ]
+    folder = searched(experiments, choose={"lr": [0.01, 0.02, 0.04], "position_scale": [None, 1.0]})
+    assert planned(folder)[0].sizes == ()  # it has no added sines
+    change(folder, settings={"model": {"position": "sinusoidal"}})
+    unit = planned(folder)[0]
+    done = Path(searches_of([unit])[0].folder) / "unit.json"
+    done.parent.mkdir(parents=True)
+    done.write_text(json.dumps({"rows": rows}))
+    chosen, told = with_choice(unit)
+    assert (chosen.settings["optimizer"]["lr"], chosen.settings["model"]["position_scale"]) == (0.005, 1.0)
+    assert told["position_scale"] == "1.0"
+    assert told["lr_tried"].startswith("0.0025: ")
+    assert told["position_scale_tried"] == "own: 1.704; 1: 1.204"
+
+
+def test_an_arm_that_no_rate_trains_has_no_result(experiments):
+    unit = planned(searched(experiments))[0]
+    done = Path(searches_of([unit])[0].folder) / "unit.json"
+    done.parent.mkdir(parents=True)
+    done.write_text('{"rows": [{"lr": 0.1, "loss": Infinity}]}')
+    with pytest.raises(ValueError, match=r"full: no learning rate of 0\.1: inf trains"):
+        with_choice(unit)
 
 
 def test_what_cannot_be_searched_is_refused(experiments):
@@ -106,11 +155,13 @@ def test_what_cannot_be_searched_is_refused(experiments):
         harness.search_unit(search)
     with pytest.raises(ValueError, match="rates are for the tasks language and classify, got probe"):
         harness.search_unit(other_task(experiments, task="probe", batch={"length": 32}))
-    for kind, rates, message in (
-        ("train", [0.1, 0.2], "rates must be at least 3 different positive numbers, got"),
-        ("train", [0.1, 0.2, 0.1], "rates must be at least 3 different positive numbers, got"),
-        ("train", [0.1, 0.2, 0], "rates must be at least 3 different positive numbers, got"),
-        ("measure", RATES, "rates are for kind: train"),
+    for kind, given, message in (
+        ("train", {"lr": [0.1, 0.2]}, r"choose\.lr must be at least 3 different positive numbers, got"),
+        ("train", {"lr": [0.1, 0.2, 0.1]}, r"choose\.lr must be at least 3 different positive numbers, got"),
+        ("train", {"lr": [0.1, 0.2, 0]}, r"choose\.lr must be at least 3 different positive numbers, got"),
+        ("train", {"lr": RATES, "position_scale": [1.0]}, r"choose\.position_scale must be at least 2 different"),
+        ("train", {"position_scale": [None, 1.0]}, "position_scale needs lr: a size is chosen at the middle rate"),
+        ("measure", {"lr": RATES}, "choose is for kind: train"),
     ):
         with pytest.raises(ValueError, match=message):
-            Recipe.from_dict({"kind": kind, "arms": {"a": {}}, "scales": {"cpu": {"rates": rates}}})
+            Recipe.from_dict({"kind": kind, "arms": {"a": {}}, "scales": {"cpu": {"choose": given}}})

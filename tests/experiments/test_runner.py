@@ -2,13 +2,17 @@
 
 import os
 import signal
+import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from experiments.harness import runner
 from experiments.harness.runner import Runner, work
+from experiments.harness.source import library_hash
 from tests.experiments.helpers import change, planned
 
 
@@ -41,21 +45,40 @@ def test_another_measurement_of_the_same_training_does_not_train(experiments):
     assert (before["scored_tokens"], after["scored_tokens"]) == (63, 31)
 
 
-def test_each_unit_is_submitted_once(experiments):
-    units, told, given = planned(experiments / "measured"), [], []
+def test_a_unit_that_continues_adds_the_time_of_its_earlier_starts(experiments):
+    unit = replace(planned(experiments / "measured")[0], threads=2)
+    found = work(unit)
+    (Path(unit.folder) / "spent.txt").write_text("100.0\n")
+    again = work(unit)
+    assert 100 < again["seconds"] < 101 > found["seconds"]
+    assert again["core_seconds"] == 2 * again["seconds"]
+    assert again["library"] == library_hash()
+
+
+def test_each_unit_is_submitted_once_and_timed_ones_run_when_nothing_else_does(experiments, monkeypatch):
+    arms = {"one": {"settings": {"value": 1}}, "two": {"settings": {"value": 2}, "timed": True}}
+    change(experiments / "measured", alone=False, arms=arms)
+    units, told, given, alone = planned(experiments / "measured", timed_threads=7), [], [], []
 
     def submit(run, unit):
-        given.append(unit.name)
-        done = Future()
-        done.set_result({"rows": [], "seconds": 0.0})
-        return done
+        given.append((unit.name, Future()))
+        threading.Timer(0.05, given[-1][1].set_result, [{"rows": [], "seconds": 0.0}]).start()
+        return given[-1][1]
 
-    with Runner(1) as runner:
-        runner.pool = SimpleNamespace(submit=submit, shutdown=lambda **_: None)
-        runner.announce(units)
-        assert len(list(runner.run(units, told.append))) == 4
-    assert sorted(given) == sorted(unit.name for unit in units)
+    def by_itself(unit):
+        assert all(future.done() for _, future in given)
+        alone.append((unit.name, unit.threads))
+        return {"rows": [], "seconds": 0.0}
+
+    monkeypatch.setattr(runner, "work", by_itself)
+    with Runner(1) as running:
+        running.pool = SimpleNamespace(submit=submit, shutdown=lambda **_: None)
+        running.announce(units)
+        assert len(list(running.run(units, told.append))) == 4
+    assert sorted(name for name, _ in given) == ["one, seed 0", "one, seed 1"]
+    assert alone == [("two, seed 0", 7), ("two, seed 1", 7)]
     assert told[-1].startswith("measured, 4 of 4: ")
+    assert not any(unit.timed for unit in planned(experiments / "measured", "smoke"))
 
 
 @pytest.mark.slow
