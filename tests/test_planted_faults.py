@@ -27,21 +27,65 @@ class Fault(NamedTuple):
     caught_by: set[str]
 
 
-MEASURING = "tests/experiments/test_train.py"
+MEASURE, MEASURING = "experiments/harness/measure.py", "tests/experiments/test_measure.py"
 BITS, SKIPPED = "test_held_out_text_is_measured_in_bits_a_byte", "test_skipped_tokens_are_not_measured"
+BASELINES, BLOCKS = "test_baselines_are_counted_on_the_same_text", "test_blocks_follow_the_text"
 FAULTS = {
     "training text is measured in place of held-out text": Fault(
-        TRAIN, "result.corpus.held_out,", "result.corpus.train,", MEASURING, {BITS, SKIPPED}
+        MEASURE,
+        "shard, tokenizer = result.corpus.held_out,",
+        "shard, tokenizer = result.corpus.train,",
+        MEASURING,
+        {BITS, BASELINES, SKIPPED, BLOCKS},
     ),
-    "bits are nats": Fault(TRAIN, "nats / math.log(2) /", "nats /", MEASURING, {BITS}),
-    "characters are counted for bytes": Fault(TRAIN, "len(text.encode())", "len(text)", MEASURING, {BITS}),
-    "skip is ignored": Fault(TRAIN, "skip=held.skip,", "", MEASURING, {SKIPPED}),
+    "bits are nats": Fault(MEASURE, "nats / math.log(2) / size", "nats / size", MEASURING, {BITS}),
+    "characters are counted for bytes": Fault(
+        MEASURE, "size, words = len(scored.encode()),", "size, words = len(scored),", MEASURING, {BITS}
+    ),
+    "skip is ignored": Fault(
+        MEASURE,
+        " if window.scored > held.skip]",
+        "]",
+        MEASURING,
+        {SKIPPED, "test_what_leaves_nothing_to_score_is_refused"},
+    ),
     "FLOPs leave out the backward pass": Fault(
         TRAIN,
         " + cost.backward_flops",
         "",
-        MEASURING,
+        "tests/experiments/test_train.py",
         {"test_the_flops_of_a_step_are_counted_forward_and_backward"},
+    ),
+    "a learning rate is chosen on the text of the result": Fault(
+        TRAIN,
+        "tokens[held.tokens : 2 * held.tokens]",
+        "tokens[: held.tokens]",
+        "tests/experiments/test_rates.py",
+        {"test_an_arm_is_searched_once_and_its_seeds_use_the_best_rate"},
+    ),
+    "the blocks of two arms are not paired": Fault(
+        "experiments/harness/noise.py",
+        "[a - b for a, b in zip(*sides, strict=True)]",
+        "[a - b for a, b in zip(sides[0], reversed(sides[1]), strict=True)]",
+        "tests/experiments/test_noise.py",
+        {
+            "test_the_error_of_the_text_is_the_limit_of_a_paired_bootstrap_over_blocks",
+            "test_the_errors_of_seeds_and_text_add_in_squares",
+        },
+    ),
+    "a gate asks for no more than the baseline": Fault(
+        "experiments/harness/claims.py",
+        "else ERRORS * one.error",
+        "else 0.0",
+        "tests/experiments/test_claims.py",
+        {"test_a_claim_on_models_needs_a_reference_that_learned_something"},
+    ),
+    "a timed arm runs beside others": Fault(
+        "experiments/harness/runner.py",
+        " and not unit.timed and ",
+        " and ",
+        "tests/experiments/test_runner.py",
+        {"test_each_unit_is_submitted_once_and_timed_ones_run_when_nothing_else_does"},
     ),
     "temperature is applied after top-p": Fault(
         "subquad/generation/sampling.py",

@@ -80,8 +80,9 @@ def test_an_arm_with_more_than_twice_the_spread_is_compared_by_welch():
     calm = compare(three, B, {"arm": "c"}, "loss")  # the noisy arm is not in their pool
     assert (calm.error, calm.freedom) == (pytest.approx(0.0816497), 4)
     # Twice the standard deviation is the limit: with 1.9 times it is pooled, (0.0361 + 0.01 + 0.01) / 3.
-    near = compare(rows(a=[0.81, 1.0, 1.19], b=[2.0, 2.1, 1.9], c=[3.0, 3.1, 2.9]), A, B, "loss")
-    assert (near.error, near.freedom) == (pytest.approx(math.sqrt(0.0187 * 2 / 3)), 6)
+    for off, error, freedom in ((0.19, math.sqrt(0.0187 * 2 / 3), 6), (0.21, math.sqrt((0.0441 + 0.01) / 3), 2)):
+        near = compare(rows(a=[1 - off, 1.0, 1 + off], b=[2.0, 2.1, 1.9], c=[3.0, 3.1, 2.9]), A, B, "loss")
+        assert (near.error, near.freedom) == (pytest.approx(error), freedom)
 
 
 def test_the_error_of_the_text_is_the_limit_of_a_paired_bootstrap_over_blocks():

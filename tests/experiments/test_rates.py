@@ -80,6 +80,7 @@ def test_an_arm_is_searched_once_and_its_seeds_use_the_best_rate(experiments, ca
     assert f"1 of 1: full, seed {SEED}, " in told
     assert "2 of 2: full, seed 1, " in told
     rows = read_result(folder)["cpu"]["rows"]
+    assert "| lr | lr_tried | seeds |" in (folder / "README.md").read_text()
     assert [(row["seed"], row["lr"], row["steps"]) for row in rows] == [(0, 1e-2, 7), (1, 1e-2, 7)]
     assert all(row["lr_tried"].startswith("0.0001: 5.") for row in rows)
     assert all(row["lr_tried"].endswith("; 1e+30: inf") for row in rows)
