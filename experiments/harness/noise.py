@@ -208,11 +208,12 @@ def _mean_error(values: Sequence[float]) -> tuple[float, int]:
 
 
 def _blocks(rows: Sequence[Row], metric: str) -> list[float] | None:
-    """Return the mean of `metric` over the rows for each block of the text; None without the same blocks in all."""
+    """Return the mean of `metric` over the rows for each block of the text; None without several, the same in all."""
     of = BLOCKS.get(metric, metric)
-    if any(f"{of}_blocks" not in row for row in rows) or len({row.get("text") for row in rows}) > 1:
+    if any(len(row.get(f"{of}_blocks", ())) < 2 for row in rows) or len({row.get("text") for row in rows}) > 1:
         return None
-    scaled = [[value * row[metric] / row[of] for value in row[f"{of}_blocks"]] for row in rows]
+    ratios = [1.0 if of == metric else row[metric] / row[of] for row in rows]
+    scaled = [[ratio * value for value in row[f"{of}_blocks"]] for ratio, row in zip(ratios, rows, strict=True)]
     return [statistics.mean(values) for values in zip(*scaled, strict=True)]
 
 

@@ -57,7 +57,7 @@ def collected(
         "units": len(units),
         "done": len(good),
         "processes": processes,
-        "core_seconds": round(searched + sum(found.get("core_seconds", found["seconds"]) for _, found in good), 1),
+        "core_seconds": round(searched + sum(found.get("core_seconds") or found["seconds"] for _, found in good), 1),
         "libraries": dict(sorted(libraries.items())),
         "dates": sorted({source["date"] for source in sources}),
         "commits": sorted({source["commit"] for source in sources}),

@@ -45,8 +45,8 @@ def _differences(
     """Return the differences of mean accuracies on each task that has both sides."""
     found = {}
     for task in dict.fromkeys(row["task"] for row in rows):
-        sides = ({"mechanism": list(names)} for names in (left, right))
-        found[task] = compare(select(rows, {"task": task}), *sides, "accuracy")
+        a, b = ({"mechanism": list(names)} for names in (left, right))
+        found[task] = compare(select(rows, {"task": task}), a, b, "accuracy")
     return {task: value for task, value in found.items() if value is not None and (tasks is None or task in tasks)}
 
 

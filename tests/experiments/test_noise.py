@@ -97,6 +97,9 @@ def test_the_error_of_the_text_is_the_limit_of_a_paired_bootstrap_over_blocks():
         changed = [{key: value for key, value in {**row, **other}.items() if value is not None} for row in RIGHT]
         assert noise.text_error(LEFT, changed, "loss") is None
     assert noise.text_error(LEFT, RIGHT, "unigram") is None
+    nothing = [{"seed": 0, "text": "t", "accuracy": 0.0, "accuracy_blocks": [0.0, 0.0]}]  # learned nothing at all
+    assert noise.text_error(nothing, nothing, "accuracy") == (0.0, 1)
+    assert noise.text_error([{**nothing[0], "accuracy_blocks": [0.0]}], nothing, "accuracy") is None
 
 
 def test_the_errors_of_seeds_and_text_add_in_squares():
