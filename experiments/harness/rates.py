@@ -104,8 +104,8 @@ def with_choice(unit: Unit) -> tuple[Unit, Row]:
     told = {"lr": best["lr"], "lr_tried": _told(rows, "lr", position_scale=best.get("position_scale"))}
     if unit.sizes:
         middle = sorted(unit.rates)[len(unit.rates) // 2]
-        told |= {"position_scale": str(best["position_scale"])}
-        told |= {"position_scale_tried": _told(rows, "position_scale", lr=middle)}
+        told["position_scale"] = _shown(best["position_scale"])
+        told["position_scale_tried"] = _told(rows, "position_scale", lr=middle)
     return replace(unit, settings=chosen), told
 
 
@@ -113,4 +113,8 @@ def _told(rows: Sequence[Row], name: str, **same: Any) -> str:
     """Return the values of a column with their losses, of the rows that have the others in common."""
     tried = {row[name]: row["loss"] for row in rows if all(row.get(key) == value for key, value in same.items())}
     shown = sorted(tried, key=lambda value: -math.inf if value is None else value)
-    return "; ".join(f"{'own' if value is None else f'{value:g}'}: {number(tried[value])}" for value in shown)
+    return "; ".join(f"{_shown(value)}: {number(tried[value])}" for value in shown)
+
+
+def _shown(value: float | None) -> str:
+    return "own" if value is None else f"{value:g}"

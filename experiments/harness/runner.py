@@ -25,7 +25,7 @@ from subquad.evaluation.provenance import provenance
 from subquad.training.checkpoint import write_atomically
 
 SPENT = "spent.txt"
-"""Seconds of all starts of a unit, also those that were interrupted."""
+"""Seconds of all starts of a unit, also of interrupted ones (but not of a killed process)."""
 logger = logging.getLogger(__name__)
 Finished = tuple[Unit, dict[str, Any]]
 
@@ -109,7 +109,8 @@ def work(unit: Unit) -> dict[str, Any]:
     """Run a unit and save its rows. A failed unit saves its traceback instead, and runs again the next time."""
     folder = Path(unit.folder)
     _clear(folder, unit)
-    spent, before, begin = folder / SPENT, torch.get_num_threads(), time.perf_counter()
+    spent, library = folder / SPENT, library_hash()
+    before, begin = torch.get_num_threads(), time.perf_counter()
     torch.set_num_threads(unit.threads)
     try:
         rows = _rows(unit)
@@ -125,7 +126,7 @@ def work(unit: Unit) -> dict[str, Any]:
         spent.write_text(f"{seconds:.1f}\n", encoding="utf-8")
     found = {
         "identity": unit.identity,
-        "library": library_hash(),
+        "library": library,
         "seconds": seconds,
         "core_seconds": unit.threads * seconds,
         "provenance": provenance(unit.device, ("transformers",)),

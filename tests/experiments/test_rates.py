@@ -132,11 +132,13 @@ def test_an_arm_with_sines_chooses_their_size_first(experiments):
     change(folder, settings={"model": {"position": "sinusoidal"}})
     unit = planned(folder)[0]
     done = Path(searches_of([unit])[0].folder) / "unit.json"
-    done.parent.mkdir(parents=True)
+    found = harness.search_unit(searches_of([unit])[0])
+    assert {(row["lr"], row["position_scale"]) for row in found} >= {(0.02, None), (0.02, 1.0)}
+    assert TrainConfig.from_file(done.parent / "rate-0.02-sines-1.0" / "config.yaml").model.position_scale == 1.0
     done.write_text(json.dumps({"rows": rows}))
     chosen, told = with_choice(unit)
     assert (chosen.settings["optimizer"]["lr"], chosen.settings["model"]["position_scale"]) == (0.005, 1.0)
-    assert told["position_scale"] == "1.0"
+    assert told["position_scale"] == "1"
     assert told["lr_tried"].startswith("0.0025: ")
     assert told["position_scale_tried"] == "own: 1.704; 1: 1.204"
 
