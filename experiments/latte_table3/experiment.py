@@ -13,22 +13,27 @@ from experiments.harness.units import Unit
 from subquad.models.build import build_model
 from subquad.models.config import DecoderConfig
 from subquad.training import RunResult
+from subquad.training.progress import read_metrics
 
 CLOSE = 1.10
 """Ratio of Latte's and attention's perplexity that still counts as close: the paper's are 1.081 and 1.086."""
-LATTE = {"mechanism": "Latte", "latents": "L = D"}
+LATTE = {"mechanism": "Latte", "latents": "L = D", "position": "sines"}
 COUNTED, PRIOR = 3_000_000, 2.0
 """Number of training tokens for the n-gram counts, and the weight of the next lower order."""
 SINES = {"mechanism": "attention", "position": "sines"}
+SMALL = {"position": "small sines"}
+"""Labels of sines of the library's size."""
 
 
 def measure(result: RunResult, unit: Unit) -> Row:
-    """Return the nats per token of unigram, bigram and trigram counts, as baselines."""
+    """Return the nats per token of unigram, bigram and trigram counts, and the held-out losses during training."""
     corpus = result.corpus
     held_N = np.asarray(corpus.held_out.tokens[: (unit.held or {}).get("tokens")], dtype=np.int64)
     train_N = np.asarray(corpus.train.tokens[:COUNTED], dtype=np.int64)
     names = ("unigram", "bigram", "trigram")
-    return dict(zip(names, ngrams(train_N, held_N, corpus.train.vocab_size), strict=True))
+    baselines: Row = dict(zip(names, ngrams(train_N, held_N, corpus.train.vocab_size), strict=True))
+    curve = [(record["step"], record["eval_loss"]) for record in read_metrics(result.folder) if "eval_loss" in record]
+    return {**baselines, "curve_steps": [step for step, _ in curve], "curve_losses": [loss for _, loss in curve]}
 
 
 def ngrams(train_N: np.ndarray, held_N: np.ndarray, tokens: int) -> list[float]:
@@ -124,9 +129,17 @@ def claim_parameters(rows: list[Row]) -> tuple[str, str]:
     return (HOLDS if all(same) else FAILS), f"{' and '.join(shown)}, with a bias in the head"
 
 
+def claim_size_of_sines(rows: list[Row]) -> tuple[list[Difference], str] | None:
+    """Compare the two sizes within each mechanism."""
+    found = {side["mechanism"]: _lower(rows, side | SMALL, side) for side in (SINES, LATTE)}
+    if None in found.values():
+        return None
+    differences = [one for value in found.values() if value for one in value[0]]
+    return differences, "; ".join(f"{name}: {value[1]}" for name, value in found.items() if value)
+
+
 claim_attention_is_better = partial(_lower, left=SINES, right=LATTE)
-claim_latents = partial(_lower, left=LATTE, right={"mechanism": "Latte", "latents": "L = D / 8"})
-claim_a_window_does_better = partial(_lower, left={"mechanism": "window of 64"}, right=LATTE)
+claim_small_sines = partial(_lower, left=SINES | SMALL, right=LATTE | SMALL)
 claim_macchiato = partial(_lower, left={"mechanism": "Latte-Macchiato"}, right=LATTE)
 claim_linear = partial(_lower, left=LATTE, right={"mechanism": "linear attention"})
 claim_latte_comes_close = partial(_close, attention=SINES)
