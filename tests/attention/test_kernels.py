@@ -11,6 +11,8 @@ from subquad.testing import assert_in_budget, with_gradients
 WITHOUT_KERNELS = {"bigbird", "dilated", "strided"}
 # With few global tokens, gradients are near zero and leave no budget.
 OPTIONS = {"longformer": {"num_global": 8, "width": 8}, "window": {"width": 8}, "llp": {"segment": 8}}
+JUDGED_TOGETHER = {"kda": 6, "mamba2": 2}
+"""Inputs whose errors are judged together in float32: of one, the plain form's few gradients of a head may be lucky."""
 ENGINES = ["full", "latte", "linear"]
 """Block attention, running softmax and scan: the others give the kernels no other roundings in half precision."""
 QUICK = [(name, "float32") for name in sorted(set(names()) - WITHOUT_KERNELS)]
@@ -29,14 +31,18 @@ def test_the_kernels_stay_in_budget(name, dtype):
     autocast = dtype == "autocast"
     budget, dtype = (torch.bfloat16, torch.float32) if autocast else (getattr(torch, dtype),) * 2
     layer, exact_layer = layer_of(name, dtype), layer_of(name, dtype).double()
-    x = torch.randn(1, 21, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
 
     def cast(f):
         return torch.autocast("cpu", torch.bfloat16)(lambda x: f(x).float()) if autocast else f
 
-    with use_backend("triton"):
-        actual = with_gradients(layer, cast(lambda x: layer(x)[0]), x)
-    plain = with_gradients(layer, cast(layer.definition), x)
-    exact = with_gradients(exact_layer, exact_layer.definition, x.double())
-    for what in exact:
-        assert_in_budget(actual[what], plain[what], exact[what], budget, f"{what} of {name}")
+    found = []
+    for n in range(JUDGED_TOGETHER.get(name, 1)):
+        x = torch.randn(1, 21, 16, generator=torch.Generator().manual_seed(1 + n), dtype=torch.float64).to(dtype)
+        with use_backend("triton"):
+            actual = with_gradients(layer, cast(lambda x: layer(x)[0]), x)
+        plain = with_gradients(layer, cast(layer.definition), x)
+        exact = with_gradients(exact_layer, exact_layer.definition, x.double())
+        found.append((actual, plain, exact))
+    for what in found[0][0]:
+        actual, plain, exact = (torch.stack([one[what] for one in forms]) for forms in zip(*found, strict=True))
+        assert_in_budget(actual, plain, exact, budget, f"{what} of {name}")

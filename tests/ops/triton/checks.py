@@ -40,7 +40,7 @@ class Size(NamedTuple):
 SIZES = (Size(2, 3, 1000, 64), Size(1, 2, 2500, 128))
 WAVES = Size(4, 40, 2048, 64, "torch")
 """More programs than a GPU runs at a time; only in bfloat16, beside the chunked form."""
-TINY = (Size(1, 1, 40, 16),)
+TINY = (Size(1, 2, 40, 16),)
 
 
 class Family(NamedTuple):
