@@ -94,7 +94,8 @@ def _weights(found: Sequence[Found]) -> str:
     hours = sum(part.core_seconds for part in found) / 3600
     intro = (
         "Strong results come first, here and in the tables below; [experiments](../experiments) states the rule. A "
-        f"stale one was measured with an earlier version of the library. All results took {hours:,.1f} core-hours."
+        "stale one was measured with an earlier version of the library, and perhaps of its recipe. All results took "
+        f"{hours:,.1f} core-hours."
     )
     return "\n\n".join(["## Weight of the experiments", intro, "\n".join(lines)])
 

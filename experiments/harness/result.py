@@ -27,7 +27,7 @@ COLUMNS, OPEN = 10, 24
 """Columns of a table, and lines of one that is not folded."""
 CHOSEN = ("position_scale", "position_scale_tried", "lr", "lr_tried")
 """Columns of what an arm chose, which tables show beside those of the recipe."""
-STALE = "**Measured with an earlier version of the library**"
+STALE = "**Measured with an earlier version of the library, and perhaps of the recipe**"
 _KINDS = {
     **dict.fromkeys(("units", "done", "processes"), int),
     **dict.fromkeys(("dates", "commits", "machines", "rows"), list),
