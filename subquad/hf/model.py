@@ -195,10 +195,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         self.model.head = new_embeddings
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resize the vocabulary as transformers does, and the decoder's configuration with it.
-
-        Raises `ValueError` for a model with a look-up over the logits, whose matrices are as wide as the vocabulary.
-        """
+        """Resize the vocabulary as transformers does, and the decoder's configuration; `ValueError` with a look-up."""
         if self.model.lookup is not None:
             raise ValueError(
                 f"a look-up over the logits (lookup={self.config.lookup}) holds a column for each token of the "
