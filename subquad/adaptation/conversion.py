@@ -31,10 +31,7 @@ NAMES = ("original", "replaced", "matched", "tuned")
 
 
 class Stages:
-    """Folder of a conversion: `conversion.json` with its settings, and a folder for each complete stage.
-
-    Raises `ValueError` if the folder holds other files, or a conversion with other settings.
-    """
+    """The stages of a conversion in `folder`, with `conversion.json`; `ValueError` for other files or settings."""
 
     def __init__(self, folder: str | Path, settings: dict[str, Any]) -> None:
         self.folder = Path(folder)
@@ -207,10 +204,7 @@ class Conversion:
         return {**report, "explanation": explain(report)}
 
     def _finish(self, report: dict[str, Any]) -> None:
-        """Copy the model, its tokenizer and the report to the top of the folder.
-
-        `config.json` comes last: without it, nobody takes an unfinished folder for a model.
-        """
+        """Copy model, tokenizer and report to the folder's top, `config.json` last: without it there is no model."""
         folder = Path(self.config.out)
         stage = self.stages.place("tuned")
         kept = [name for name in MODEL_FILES if (self.source.folder / name).is_file()]

@@ -90,10 +90,7 @@ def new_config(config: DecoderConfig, name: str, layers: tuple[int, ...], option
 
 @torch.no_grad()
 def copy_weights(old: Decoder, new: Decoder, layers: tuple[int, ...]) -> list[str]:
-    """Copy the weights of `old` into `new` and return the names of the parameters that `old` lacks.
-
-    Raises `ValueError` for a weight that `new` lacks or that has another shape there.
-    """
+    """Copy the weights of `old` into `new`; return parameters that `old` lacks. `ValueError` for one that can't fit."""
     weights, wanted = old.state_dict(), new.state_dict()
     for i in layers:
         for part in ("key", "value"):

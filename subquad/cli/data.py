@@ -191,10 +191,7 @@ def _picture(tokens: list[int], corpus: LabelledCorpus) -> str:
 
 
 def draw_samples(corpus: LabelledCorpus, samples: int, path: str) -> int:
-    """Draw up to `samples` evenly spread training images with their classes; return how many.
-
-    Raises `ValueError` for images that aren't square or are truncated.
-    """
+    """Draw up to `samples` evenly spread images with classes; return how many. `ValueError` unless square and whole."""
     from matplotlib.figure import Figure
 
     train: Any = corpus.train

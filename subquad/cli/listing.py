@@ -204,10 +204,7 @@ def markdown() -> str:
 
 
 def options(config: type[Config]) -> list[tuple[str, str, str, str]]:
-    """Return name, type, default and help of the options in a configuration.
-
-    A mechanism's `dim` and `num_heads`, which the model sets, come first.
-    """
+    """Return name, type, default and help of a configuration's options, a mechanism's `dim` and `num_heads` first."""
     parser = Parser()
     parser.add_class_arguments(config, None, as_group=False)
     helps, found = parser.helps(), []

@@ -25,10 +25,7 @@ SHIFT = 8
 
 
 def check_whole(dataset: str, lengths: np.ndarray, length: int) -> None:
-    """Raise `ValueError` unless every image in `lengths` has exactly `length` pixels.
-
-    A truncated or padded image has no rows of `sqrt(length)` pixels to move.
-    """
+    """Raise `ValueError` unless all images have `length` pixels: a truncated one has no rows of `sqrt(length)`."""
     wrong = lengths[lengths != length]
     if (dataset == "image" or dataset.startswith("pathfinder")) and len(wrong):
         raise ValueError(

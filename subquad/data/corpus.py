@@ -48,10 +48,7 @@ class Corpus:
         return tuple(sorted({*self.train_files, *self.held_out_files}))
 
     def held_out_text(self) -> bytes:
-        """Return the held-out documents joined in the shard's order, `held_out.text_bytes` bytes.
-
-        Raises `ValueError` for a set of token shards, which keeps no text.
-        """
+        """Return the held-out documents joined, `held_out.text_bytes` bytes; `ValueError` for a set, which has none."""
         if isinstance(self.held_out, TokenSet):
             raise ValueError(f"{self.folder} holds token shards without their text; decode them with the tokenizer")
         return (self.folder / "held_out.txt").read_bytes()
@@ -105,10 +102,7 @@ def prepare_shard(
     cache: str | None = None,
     progress: Progress | None = None,
 ) -> TokenShard:
-    """Return all text at `path`, in any form that `DataConfig.path` takes, as one shard; cached as in `prepare`.
-
-    Raises as `prepare`.
-    """
+    """Return all text at `path`, in a form of `DataConfig.path`, as one shard; caches and raises as `prepare`."""
     source = open_source(path, skip_bad_files=skip_bad_files)
     before, made_by = source.fingerprint(), tokenizer_hash(tokenizer)
     key = digest([before, made_by, skip_bad_files, FORMAT_VERSION, tokenizers.__version__])
@@ -222,10 +216,7 @@ class _Part(NamedTuple):
 
 
 class _Spool:
-    """A scratch file of all documents, so that sources are read and checked once.
-
-    `parts` and `keys` hold one entry for each document, in reading order.
-    """
+    """A scratch file of all documents, read and checked once; `parts` and `keys` hold an entry for each, in order."""
 
     def __init__(self, stream: BinaryIO, progress: Progress) -> None:
         self.stream, self.progress = stream, progress

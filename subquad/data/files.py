@@ -102,10 +102,7 @@ def fill_once(folder: Path, check: Callable[[], object], fill: Callable[[Path], 
 
 
 def check_path(asked: str, *forms: str) -> None:
-    """Raise `FileNotFoundError` for a missing path, naming the other valid `forms` and the nearest neighbours.
-
-    Hugging Face datasets, hf:NAME, are not checked.
-    """
+    """Raise `FileNotFoundError` for a missing path (not hf:NAME), naming the valid `forms` and nearest neighbours."""
     place = Path(asked).expanduser()
     if asked in forms or asked.startswith("hf:") or place.is_file() or place.is_dir():
         return

@@ -64,10 +64,7 @@ def load_images(path: str, *, labels: bool = False) -> dict[str, ImageSet]:
 
 
 def load_pictures(path: str) -> ImageSet | None:
-    """Read a PNG or JPEG file, or all such files directly in a folder; return None for any other path.
-
-    Raises `ValueError` as `load_images`.
-    """
+    """Read a PNG or JPEG file, or all in a folder itself; None for other paths. `ValueError` as `load_images`."""
     place = Path(path).expanduser()
     if place.is_file() and place.suffix.lower() in SUFFIXES:
         return unlabelled([place])

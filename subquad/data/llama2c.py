@@ -88,10 +88,7 @@ def _read(raw: bytes, path: Path) -> tuple[list[str], list[float]]:
 
 
 def _merges(ids: dict[str, int], scores: list[float], path: Path) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that form a token, by descending score.
-
-    Raises `ValueError` if two such tokens have the same score, which leaves their order open.
-    """
+    """Return all pairs of tokens that form a token, by descending score; `ValueError` for equal scores (order open)."""
     made: list[tuple[float, int, str]] = []
     whose: dict[float, str] = {}
     for token, id in ids.items():

@@ -16,10 +16,7 @@ BLOCK = 4096
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> Iterable[int]:
-    """Return a random permutation of 0..n-1, fixed by `seed` and `epoch`: a list if n < `LARGE`, else a `LargeOrder`.
-
-    Raises `ValueError` for n below 1.
-    """
+    """Return a random permutation of 0..n-1, fixed by `seed` and `epoch`; `ValueError` for n below 1."""
     if n < 1:
         raise ValueError(f"an order needs at least one item, got n={n}")
     if n >= LARGE:

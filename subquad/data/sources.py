@@ -281,10 +281,7 @@ def hold_out(keys: Sequence[bytes], fraction: float, seed: int = 0) -> list[bool
 
 
 def cut(text: bytes, fraction: float) -> int:
-    """Return the offset that splits off the last `fraction` of a document, rounded up to the start of a character.
-
-    Raises `ValueError` if one of the two parts would be empty.
-    """
+    """Return where to split off the last `fraction`, rounded up to a character; `ValueError` for an empty part."""
     place = int(len(text) * (1 - fraction))
     while place < len(text) and text[place] & 0xC0 == 0x80:  # inside a character
         place += 1

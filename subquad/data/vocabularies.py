@@ -99,10 +99,7 @@ def gpt2_files(folder: Path) -> tuple[Path, Path] | None:
 
 
 def load_gpt2(vocabulary: Path, merges: Path) -> Tokenizer:
-    """Load a byte-level BPE from GPT-2's two files.
-
-    Raises `ValueError`, naming the file and the line of the merges, if one is damaged or they do not fit each other.
-    """
+    """Load a byte-level BPE from GPT-2's two files; `ValueError` names the file (and line) that is at fault."""
     ids = parse_json(_read(vocabulary), str(vocabulary))
     numbers: list[Any] = list(ids.values()) if isinstance(ids, dict) else [None]
     if not all(type(number) is int for number in numbers) or sorted(numbers) != list(range(len(numbers))):

@@ -69,10 +69,7 @@ class ProbeOptions:
     device: str
 
     def changed(self, probe: ProbeConfig) -> ProbeConfig:
-        """Return a run's probe with --digits and --pairs applied, and with strings to copy of the greatest length.
-
-        Raises `ValueError` for an option of another probe.
-        """
+        """Return a run's probe with --digits, --pairs and the longest copies; `ValueError` for an option of another."""
         for name, where in (("digits", "passkey"), ("pairs", "mqar")):
             value = getattr(self, name)
             if value is not None and probe.name != where:

@@ -168,10 +168,7 @@ class BatchDecoder:
         return request
 
     def cancel(self, request: Request, /) -> None:
-        """End a request now and free its slot; do nothing if it has ended.
-
-        Raises `ValueError` for a request of another decoder.
-        """
+        """End a request now and free its slot (nothing if it has ended); `ValueError` for another decoder's request."""
         if request._owner is not self:
             raise ValueError("the request belongs to another decoder; cancel it there")
         if request.finished is None:

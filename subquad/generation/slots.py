@@ -216,10 +216,7 @@ def fit(state: State, shapes: Shapes) -> State:
 
 
 def trimmed(shapes: Shapes, first: Shapes, seen: int) -> Shapes:
-    """Return `shapes` with at most `seen` entries in the dimensions that grow: those that differ from `first`.
-
-    `first` holds the shapes after one token.
-    """
+    """Return `shapes` with at most `seen` entries in the dimensions that grow: those unlike `first`, of one token."""
     found: dict[str, tuple[int, ...] | Shapes] = {}
     for name, shape in shapes.items():
         one = first.get(name)

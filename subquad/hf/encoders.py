@@ -209,10 +209,7 @@ class SubquadPretrainingConfig(SubquadConfig):
 
 
 class SubquadForPreTraining(EncoderModel):
-    """An encoder that predicts tokens: `subquad.models.pretraining.PretrainingModel` is its attribute `model`.
-
-    Classifiers take over `model.encoder`.
-    """
+    """An encoder that predicts tokens (its attribute `model`), whose `encoder` classifiers take over."""
 
     config: SubquadPretrainingConfig
     config_class = SubquadPretrainingConfig

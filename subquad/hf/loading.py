@@ -143,10 +143,7 @@ def quiet() -> Iterator[None]:
 
 
 def check_sizes(cls: type[PreTrainedModel], folder: Path, config: Any) -> None:
-    """Raise `ValueError` if the configuration needs other shapes, or far more numbers, than the weights have.
-
-    The model is built on the meta device, without memory.
-    """
+    """Raise `ValueError` if a model built on the meta device has other shapes or far more numbers than the weights."""
     values = read_json_mapping(folder / CONFIG)
     shapes: dict[str, list[int]] = {}
     for file in sorted(folder.glob("*.safetensors")):

@@ -72,10 +72,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def parts_of(name: str, num_heads: int, options: Mapping[str, Any]) -> tuple[Part, ...]:
-    """Return the patterns of `num_heads` query heads, in order.
-
-    Raises `ValueError` or `TypeError` for an unsupported mechanism, option or value.
-    """
+    """Return the patterns of `num_heads` query heads in order; `ValueError` or `TypeError` for unsupported options."""
     check_mechanism(name)
     check_options(name, options)
     for option, value in options.items():
@@ -150,10 +147,7 @@ def standing_mask(
 
 
 def read_standing(mask: Tensor | None, batch: int, queries: int, keys: int) -> Standing:
-    """Read a mask of `standing_mask`; without a mask, queries and keys must be the same tokens.
-
-    Raises `ValueError` for a mask of another kind.
-    """
+    """Read a mask of `standing_mask` (None: queries and keys are the same tokens); `ValueError` for any other mask."""
     if mask is None:
         if queries != keys:
             raise ValueError(

@@ -45,10 +45,7 @@ class Texts:
         return tokens
 
     def chat(self, messages: Sequence[dict[str, str]]) -> tuple[str, list[str]]:
-        """Return the prompt of a chat and the stop strings of its format.
-
-        Raises `ValueError` with the template's message if it refuses the chat.
-        """
+        """Return a chat's prompt and its format's stop strings; `ValueError` with a refusing template's message."""
         if self.template is None:
             lines = [f"{message['role']}: {message['content']}\n" for message in messages]
             return "".join(lines) + "assistant:", [PLAIN_STOP]

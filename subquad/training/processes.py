@@ -219,10 +219,7 @@ def join(parallel: ParallelConfig, device: str) -> Processes:
 
 
 def meet(store: distributed.Store, rank: int, world: int, timeout: float) -> distributed.Store:
-    """Return a view of `store` that only this start of `world` processes uses.
-
-    Raises `LostProcessError` with the missing ranks after `timeout` seconds.
-    """
+    """Return a view of `store` for this start alone; `LostProcessError` with ranks missing after `timeout` seconds."""
     me = secrets.token_hex(16)
     if rank == 0:
         _welcome(store, me, world, timeout)

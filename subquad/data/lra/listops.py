@@ -134,10 +134,7 @@ def _measured(depths: list[_Depth]) -> tuple[list[np.ndarray], list[np.ndarray]]
 
 
 def read_words(text: str) -> np.ndarray:
-    """Return the tokens of an expression in the release's form, `( ( ( [MIN 3 ) 5 ) ] )`, without ( and ).
-
-    Raises `ValueError` at the first unknown word.
-    """
+    """Return the tokens of `( ( [MIN 3 ) 5 ) ] )`, without ( and ); `ValueError` at the first unknown word."""
     words = [word for word in text.split() if word not in "()"]
     if unknown := next((word for word in words if word not in _TOKENS), None):
         raise ValueError(f"{unknown[:40]!r} is not a word of ListOps; valid: {' '.join(WORDS)}")

@@ -85,10 +85,7 @@ class _Row(NamedTuple):
 
 
 def pathfinder_release(config: LabelledConfig, report: Progress) -> Contents:
-    """Read images in the order of the metadata: 80 % training, 10 % validation, 10 % test.
-
-    Empty files are left out, as in Long Range Arena.
-    """
+    """Read images in the order of the metadata, 80 : 10 : 10 %, leaving empty files out, as in Long Range Arena."""
     root = Path(config.path or "").expanduser()
     folder = root / FOLDERS[config.pathfinder.difficulty]
     if not (folder / "metadata").is_dir():

@@ -57,10 +57,7 @@ class Contents(NamedTuple):
 
 
 class Store:
-    """The parts of a labelled data set, mapped from a folder.
-
-    Raises `FileNotFoundError`, or `ValueError` for a damaged folder or another version.
-    """
+    """The parts of a labelled data set, mapped from a folder; `ValueError` for a damaged one or another version."""
 
     def __init__(self, folder: Path) -> None:
         manifest = read_json(folder / "manifest.json")
@@ -248,10 +245,7 @@ class Sequences(Dataset[dict[str, Tensor]]):
 
 
 def choose(labels: np.ndarray, wanted: int | None, seed: int) -> np.ndarray:
-    """Return the sorted indices of `wanted` examples (None: all), with each class in proportion (rounded).
-
-    Raises `ValueError` if there are fewer.
-    """
+    """Return the sorted indices of `wanted` examples (None: all), classes in proportion; `ValueError` for too few."""
     if wanted is None or wanted == len(labels):
         return np.arange(len(labels))
     if wanted > len(labels):

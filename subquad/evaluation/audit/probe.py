@@ -140,10 +140,7 @@ class Probe:
 
 
 def make_probe(model: nn.Module, adapter: Adapter, dtype: str, lengths: Sequence[int]) -> tuple[Probe, list[int]]:
-    """Return a probe in the widest dtype in which the model takes one of `lengths`, and the lengths that it takes.
-
-    Raises `ValueError` with the model's own error if it takes none.
-    """
+    """Return a probe in the widest dtype that takes one of `lengths`, and those; else the model's own `ValueError`."""
     tried: dict[str, str] = {}
     for name in ("float64", "float32", "own") if dtype == "auto" else (dtype,):
         try:

@@ -25,10 +25,7 @@ _ALWAYS = _WORDS | {"rope_theta", "partial_rotary_factor"}
 
 
 def check(config: Any) -> None:
-    """Raise `ValueError` for an unsupported type of scaling, and for an unknown or non-numeric parameter.
-
-    transformers would notice some of them only while building a model.
-    """
+    """Raise `ValueError` for an unsupported scaling and unknown or non-numeric parameters, before building a model."""
     values = getattr(config, "rope_parameters", None) or {}
     kind = values.get("rope_type", "default")
     if kind not in _KEYS:
@@ -44,10 +41,7 @@ def check(config: Any) -> None:
 
 
 def read(config: Any, *, partial: bool = False) -> dict[str, Any]:
-    """Return `rope_base`, `rope_fraction` and `rope_scaling` of a transformers configuration.
-
-    Raises `ValueError` as `check`, and for partly rotated heads unless `partial`.
-    """
+    """Return `rope_base`, `rope_fraction`, `rope_scaling`; raises as `check`, and for a fraction unless `partial`."""
     check(config)
     values = dict(config.rope_parameters)
     kind = values.get("rope_type", "default")

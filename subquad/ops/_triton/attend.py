@@ -119,10 +119,7 @@ def most_channels(itemsize: int, device: torch.device) -> int:
 
 
 def sizes_for(itemsize: int, channels: int, shared: int) -> Sizes:
-    """Return the sizes for heads of at most `channels` channels that fit into `shared` bytes.
-
-    Raises `ValueError` if none does.
-    """
+    """Return the sizes for heads of up to `channels` channels that fit into `shared` bytes; `ValueError` if none do."""
     choices = SIZES[itemsize, channels]
     for sizes in choices:
         if sizes.shared * 1024 <= shared:

@@ -136,10 +136,7 @@ def gated_mean(
     state: tuple[Tensor, Tensor] | None,
     mask_BT: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return outputs in the dtype of v, the last logsumexp in float64, and the last mean in float32.
-
-    Raises `ValueError` for dtypes and devices that the kernels do not support.
-    """
+    """Return outputs in v's dtype, the last logsumexp (float64) and mean (float32). Raises as `common.check_device`."""
     common.check_device("gated_mean", gate_BHT1, logits_BHT1, v_BHTV)
     lse, mean = (None, None) if state is None else (state[0].double(), state[1].float())
     inputs = (gate_BHT1, logits_BHT1, v_BHTV, factors_BHT2, mask_BT, lse, mean)

@@ -106,10 +106,7 @@ def chunks_per_segment(programs: int, chunks: int, at_once: int) -> int:
 
 
 class Plan(NamedTuple):
-    """Cut of a call into programs.
-
-    With T only counts change, which kernels take as numbers, so nothing recompiles.
-    """
+    """Cut of a call into programs; with T only counts change, which kernels take as numbers, so nothing recompiles."""
 
     rows: int
     L: int

@@ -104,10 +104,7 @@ class Pattern:
     @staticmethod
     @functools.lru_cache(maxsize=512)
     def from_key(key: str) -> Pattern:
-        """Return the pattern that `key` names, even in a process that never made it (a compiled graph from a cache).
-
-        Raises `ValueError` for an unknown pattern.
-        """
+        """Return the pattern of `key`, even in a process that never made it; `ValueError` for an unknown pattern."""
         name, _, arguments = key.partition("(")
         if name not in Pattern.registry:
             raise ValueError(f"unknown pattern {key!r}; valid: {', '.join(sorted(Pattern.registry))}")
