@@ -82,8 +82,7 @@ class SubquadClassifierConfig(SubquadConfig):
 
     @classmethod
     def from_encoder(cls, config: EncoderConfig, *, classes: Sequence[str] | None = None, **kwargs: Any) -> Self:
-        """Return the configuration of the same model, with class names `classes`; `kwargs` are transformers' own
-        fields.
+        """Return the same model's configuration, with class names `classes`; `kwargs` are transformers' own fields.
 
         Raises `ValueError` unless there are as many names as classes.
         """
