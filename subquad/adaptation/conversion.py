@@ -220,8 +220,5 @@ class Conversion:
 def convert(
     folder: str | Path, config: ConvertConfig | None = None, /, *, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Convert the model in `folder`, write the result to `config.out`, and return the report.
-
-    An interrupted conversion resumes after its last complete stage. Raises as `Conversion`.
-    """
+    """Convert the model in `folder` into `config.out`, or resume it; return the report. Raises as `Conversion`."""
     return Conversion(folder, config or ConvertConfig(), progress).run()

@@ -48,10 +48,7 @@ def find_model(name: str) -> Path:
 
 
 def own_length(config: PreTrainedConfig) -> int:
-    """Return how many tokens a model with rotary positions was trained to read, its `max_position_embeddings`.
-
-    Raises `ValueError` if its positions can't be scaled: they are learned, absent, or already scaled.
-    """
+    """Return `max_position_embeddings` of a rotary model; `ValueError` for positions that can't be scaled (again)."""
     kind, rope = type(config).__name__, getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         raise ValueError(
@@ -104,10 +101,7 @@ def scale_positions(config: PreTrainedConfig, length: int, scaling: str) -> PreT
 
 
 def load_original(folder: str | Path, config: PreTrainedConfig) -> PreTrainedModel:
-    """Load the model in `folder` in float32 with the configuration `config`.
-
-    Raises `ValueError` for missing weights and for weights of other shapes, which are checked before any allocation.
-    """
+    """Load the model in `folder` in float32 with `config`; `ValueError`, before allocation, if weights don't fit."""
     register()
     with naming(folder), no_bar():
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -158,10 +152,7 @@ def adapt(
     norms: bool,
     base: Base | None = None,
 ) -> PeftModel:
-    """Return `model` with new factors in the attention projections and trainable copies of embeddings and norms.
-
-    A head that is tied to the embeddings stays tied to their trainable copy.
-    """
+    """Return `model` with factors in attention and trainable embeddings and norms; a tied head stays tied to them."""
     lora.require_peft()
     from peft import LoraConfig
 

@@ -22,10 +22,7 @@ class Replacement(NamedTuple):
 
 
 def replaced_layers(num_layers: int, keep_every: int) -> tuple[int, ...]:
-    """Return the layers to replace: each i, from 0, with i + 1 not a multiple of `keep_every`; for 0 all of them.
-
-    Raises `ValueError` if no layer would be replaced, or if a `keep_every` above 0 would keep none.
-    """
+    """Return each layer i with i + 1 no multiple of `keep_every` (0: all); `ValueError` if none is replaced or kept."""
     if keep_every < 0 or keep_every > num_layers:
         raise ValueError(f"keep_every must be 0 (replace all) or at most {num_layers} (the layers), got {keep_every}")
     found = tuple(i for i in range(num_layers) if not keep_every or (i + 1) % keep_every)

@@ -103,10 +103,7 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of `text`, preceded by the tokenizer's begin tokens, such as Llama's `<s>`.
-
-    They are not added to a text that spells them out, as chat templates do. Raises as `encode_text`.
-    """
+    """Return the ids of `text` after the begin tokens, unless it spells them out itself. Raises as `encode_text`."""
     if tokenizer.post_processor is None:
         return encode_text(tokenizer, text)
     with _named("the tokenizer cannot encode the text"):

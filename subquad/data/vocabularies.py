@@ -29,10 +29,7 @@ def make_tokenizer(name: str, texts: Iterable[str], vocab_size: int) -> Tokenize
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocab_size` tokens, fewer for little text; the separator has the id 0.
-
-    Every text can be encoded. The same texts yield the same tokenizer.
-    """
+    """Train a byte-level BPE of up to `vocab_size` tokens, the separator is 0; equal texts give equal tokenizers."""
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

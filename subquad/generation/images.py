@@ -55,8 +55,7 @@ def generate_images(
     cache: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> DrawnImages:
-    """Draw `count` images, `batch_size` at a time. Image i takes its random numbers from the seed `seed + i`, modulo
-    2**64.
+    """Draw `count` images, `batch_size` at a time; image i draws from the seed `seed + i` modulo 2**64.
 
     Without `cache`, the model rereads all previous pixels for each one, like a softmax model without cached keys and
     values. `progress(done, total)` counts pixels of all images. Raises `ValueError` for a count or batch size below 1

@@ -231,10 +231,7 @@ def trimmed(shapes: Shapes, first: Shapes, seen: int) -> Shapes:
 
 
 def put(batch: State, row: Tensor, one: State) -> State:
-    """Return `batch`, in its shapes and dtypes, with the sequence `one` in `row` (`[1]`, on the batch's device).
-
-    Entries that `one` lacks, because it has read too much to need them, become zero.
-    """
+    """Return `batch` with `one` in `row` (`[1]`, on its device), its shapes and dtypes kept; missing entries are 0."""
     entries: dict[str, Tensor | int | State] = {}
     for name, entry in batch.entries.items():
         new = one.entries.get(name)

@@ -14,15 +14,17 @@ FORMAT_VERSION = 1
 FIELDS = tuple(field.name for field in dataclasses.fields(DecoderConfig))
 
 
-def _default(name: str) -> Any:
-    """Return the default of a field of `DecoderConfig`."""
-    field = DecoderConfig.__dataclass_fields__[name]
-    if field.default is dataclasses.MISSING:
-        return dataclasses.field(default_factory=field.default_factory)
-    return field.default
+def fields_of(config: type[DecoderConfig], *left_out: str) -> Any:
+    """Return a base class with the fields of `config`, which checks their values itself."""
+    made: list[Any] = [
+        (each.name, Any, dataclasses.field(default=each.default, default_factory=each.default_factory))
+        for each in dataclasses.fields(config)
+        if each.name not in left_out
+    ]
+    return dataclasses.make_dataclass(f"{config.__name__}Fields", made, kw_only=True)
 
 
-class SubquadConfig(PreTrainedConfig):
+class SubquadConfig(fields_of(DecoderConfig), PreTrainedConfig):  # type: ignore[misc]
     """The fields of `DecoderConfig`, with those that transformers adds to every model.
 
     Another `subquad_version`, the version of the format, is refused. Values are checked as in `DecoderConfig`, and the
@@ -42,44 +44,6 @@ class SubquadConfig(PreTrainedConfig):
     }
 
     subquad_version: int = FORMAT_VERSION
-    vocab_size: int = _default("vocab_size")
-    dim: int = _default("dim")
-    num_layers: int = _default("num_layers")
-    num_heads: int = _default("num_heads")
-    num_kv_heads: int | None = _default("num_kv_heads")
-    attention: str | list[str] = _default("attention")
-    options: dict[str, Any] = _default("options")
-    position: str = _default("position")
-    max_positions: int = _default("max_positions")
-    rope_base: float = _default("rope_base")
-    norm: str = _default("norm")
-    feedforward: str = _default("feedforward")
-    ff_mult: float = _default("ff_mult")
-    loops: int = _default("loops")
-    loop_loss: str = _default("loop_loss")
-    bias: bool = _default("bias")
-    dropout: float = _default("dropout")
-    attention_dropout: float = _default("attention_dropout")
-    tie_embeddings: bool = _default("tie_embeddings")
-    lookup: int | None = _default("lookup")
-    lookup_residual: bool = _default("lookup_residual")
-    init_std: float = _default("init_std")
-    head_dim: int | None = _default("head_dim")
-    ff_dim: int | None = _default("ff_dim")
-    norm_eps: float | None = _default("norm_eps")
-    qk_norm: bool = _default("qk_norm")
-    qkv_bias: bool | None = _default("qkv_bias")
-    out_bias: bool | None = _default("out_bias")
-    ff_bias: bool | None = _default("ff_bias")
-    parallel_residual: bool = _default("parallel_residual")
-    norm_position: str = _default("norm_position")
-    rope_fraction: float = _default("rope_fraction")
-    rope_scaling: dict[str, Any] | None = _default("rope_scaling")
-    embedding_scale: float = _default("embedding_scale")
-    position_scale: float | None = _default("position_scale")
-    residual_scale: float = _default("residual_scale")
-    logit_divisor: float = _default("logit_divisor")
-    head_bias: bool = _default("head_bias")
     use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None

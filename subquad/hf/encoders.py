@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput
 from transformers.utils import can_return_tuple
 
-from subquad.hf.config import FIELDS, SubquadConfig
+from subquad.hf.config import FIELDS, SubquadConfig, fields_of
 from subquad.hf.loading import StrictModel
 from subquad.hf.model import padding_mask, refuse_inputs
 from subquad.models.classifier import Classifier, check_pair
@@ -25,6 +25,8 @@ from subquad.models.pretraining import Hiding, Objective, PretrainingModel, chec
 
 EVALUATION_SEED = 0
 """Evaluations always hide the same tokens."""
+LABELS = ("num_classes", "towers")
+"""Fields of `EncoderConfig` about labels."""
 
 
 class EncoderModel(StrictModel):
@@ -61,15 +63,11 @@ def read_inputs(
     return input_ids, padding_mask(attention_mask, input_ids)
 
 
-class SubquadClassifierConfig(SubquadConfig):
+class SubquadClassifierConfig(fields_of(EncoderConfig, "num_classes"), SubquadConfig):  # type: ignore[misc]
     """The fields of `EncoderConfig`; `num_classes` is transformers' `num_labels`, and `id2label` names the classes."""
 
     model_type = "subquad-classifier"
     own_fields: ClassVar[tuple[str, ...]] = (*FIELDS, "pooling", "causal", "towers", "num_labels")
-
-    pooling: str = EncoderConfig.pooling
-    causal: bool = EncoderConfig.causal
-    towers: int = EncoderConfig.towers
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -82,8 +80,7 @@ class SubquadClassifierConfig(SubquadConfig):
 
     @classmethod
     def from_encoder(cls, config: EncoderConfig, *, classes: Sequence[str] | None = None, **kwargs: Any) -> Self:
-        """Return the configuration of the same model, with class names `classes`; `kwargs` are transformers' own
-        fields.
+        """Return the same model's configuration, with class names `classes`; `kwargs` are transformers' own fields.
 
         Raises `ValueError` unless there are as many names as classes.
         """
@@ -176,7 +173,7 @@ class SubquadForSequenceClassification(EncoderModel):
         return F.cross_entropy(logits_BC.float(), labels_B, ignore_index=IGNORED)
 
 
-class SubquadPretrainingConfig(SubquadConfig):
+class SubquadPretrainingConfig(fields_of(EncoderConfig, *LABELS), SubquadConfig):  # type: ignore[misc]
     """The fields of `EncoderConfig` except those about labels, and the objective: `denoise` or `causal`."""
 
     model_type = "subquad-pretraining"
@@ -184,8 +181,6 @@ class SubquadPretrainingConfig(SubquadConfig):
         *FIELDS, "pooling", "causal", "objective", "mask_fraction", "random_fraction"
     )  # fmt: skip
 
-    pooling: str = EncoderConfig.pooling
-    causal: bool = EncoderConfig.causal
     objective: str = "denoise"
     mask_fraction: float = 0.15
     random_fraction: float = 0.0
@@ -204,7 +199,7 @@ class SubquadPretrainingConfig(SubquadConfig):
     @classmethod
     def from_encoder(cls, config: EncoderConfig, **kwargs: Any) -> Self:
         """Return the configuration of the same encoder; `kwargs` are the other fields, and transformers' own."""
-        values = {name: value for name, value in config.to_dict().items() if name not in ("num_classes", "towers")}
+        values = {name: value for name, value in config.to_dict().items() if name not in LABELS}
         return cls(**values, **kwargs)
 
 

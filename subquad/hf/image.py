@@ -12,27 +12,16 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
 from transformers.utils import can_return_tuple
 
-from subquad.hf.config import SubquadConfig
+from subquad.hf.config import SubquadConfig, fields_of
 from subquad.hf.loading import StrictModel
 from subquad.models.image import ImageModel, ImageModelConfig
-from subquad.models.pixels import LEVELS
 
 
-class SubquadImageConfig(SubquadConfig):
+class SubquadImageConfig(fields_of(ImageModelConfig), SubquadConfig):  # type: ignore[misc]
     """The fields of `ImageModelConfig`, with those that transformers adds to every model."""
 
     model_type = "subquad-image"
     own_fields: ClassVar[tuple[str, ...]] = tuple(field.name for field in fields(ImageModelConfig))
-
-    vocab_size: int = LEVELS + 1
-    height: int = ImageModelConfig.height
-    width: int = ImageModelConfig.width
-    channels: int = ImageModelConfig.channels
-    output: str = ImageModelConfig.output
-    mixtures: int = ImageModelConfig.mixtures
-    axes: bool = ImageModelConfig.axes
-    near: int = ImageModelConfig.near
-    position_channels: int = ImageModelConfig.position_channels
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)

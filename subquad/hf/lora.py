@@ -80,8 +80,7 @@ class Base:
         return cls(**{**values, "classes": None if classes is None else tuple(map(str, classes))})
 
     def find(self, adapter: str | Path) -> Path:
-        """Return the base's folder: at its recorded path, or at the same relative path from a folder above the
-        adapter's.
+        """Return the base's folder: its recorded path, or the same relative path from a folder above the adapter's.
 
         Raises `FileNotFoundError` if there is no model at any of them, `ValueError` if its weights have changed.
         """

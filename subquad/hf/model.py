@@ -298,8 +298,7 @@ def check_positions(position_ids: Tensor | None, tokens_BT: Tensor, mask_BT: Ten
 def packed_documents(
     doc_ids: Tensor | None, position_ids: Tensor | None, attention_mask: Tensor | None, tokens_BT: Tensor
 ) -> Tensor | None:
-    """Return the documents `[B, T]` of packed rows, None if unpacked: `doc_ids`, or a new one where positions restart
-    at 0.
+    """Return documents `[B, T]` of packed rows (None: unpacked): `doc_ids`, or new ones where positions restart at 0.
 
     Raises `ValueError` if both are given.
     """

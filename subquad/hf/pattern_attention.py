@@ -113,10 +113,7 @@ def standing_mask(
     local_size: int | None = None,
     **_: Any,
 ) -> Tensor:
-    """Return this module's `[B, 1, 1, 1 + S]` mask, on the CPU, when called by transformers' `AttentionMaskInterface`.
-
-    Raises `ValueError` for anything but plain causal attention with padding.
-    """
+    """Return this module's mask, on the CPU, to `AttentionMaskInterface`; `ValueError` unless causal with padding."""
     if local_size is not None:
         raise ValueError(
             f"subquad attention replaces the model's pattern: a sliding or chunked layer (of {local_size} tokens) has "

@@ -96,10 +96,7 @@ def _plain() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=GRAPHS)
 def _graph(key: tuple[Any, ...]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the compiled function of `key`.
-
-    Dynamo counts compilations per code object and gives up after a few, so each function has its own code object.
-    """
+    """Return the compiled function of `key`, with a code object of its own: Dynamo gives up after a few of one."""
     fresh = FunctionType(_run.__code__.replace(co_name=f"_run_{_graph.cache_info().misses}"), globals())
     compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(fresh, dynamic=False, fullgraph=True)
     return compiled

@@ -59,10 +59,7 @@ def delta_scan_flops(
 
 
 def running_softmax_flops(T: int, L: int, V: int, *, chunk: int = softmax.CHUNK) -> int:
-    """Count one head: scores inside chunks, their product with the values, the state read and written.
-
-    With one latent a running sum of the weighted values replaces the scores.
-    """
+    """Count a head: scores in chunks, products with values, the state; with one latent running sums replace scores."""
     return 4 * T * V if L == 1 else gated_scan_flops(T, L, V, chunk=chunk)
 
 

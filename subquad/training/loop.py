@@ -243,10 +243,7 @@ class Loop:
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
 
     def leave_out(self, norm: float, sum_before: Tensor) -> None:
-        """Skip a step whose gradient `norm`, equal in all processes, isn't finite, or raise `NonFiniteError`.
-
-        The windows of a skipped step are not repeated, and the schedule moves on.
-        """
+        """Skip a step whose gradient `norm`, equal everywhere, isn't finite (for good), or raise `NonFiniteError`."""
         standing, run = self.standing, self.config.run
         cause = self.cause(norm).describe(standing.step + 1, self.processes.world)
         newest = self.checkpoints.newest_name()

@@ -136,10 +136,7 @@ def _train(config: TrainConfig, processes: Processes, console: Console | None, p
 def _pretrain(
     task: Task, first: TrainConfig, processes: Processes, console: Console | None
 ) -> tuple[Task, RunResult | None]:
-    """Run or resume the first phase; return the task that starts from its weights, and None.
-
-    If the first phase stops early, return `task` unchanged and the result to report for it.
-    """
+    """Run or resume the first phase: return the task that starts from it, or `task` and its result if it stopped."""
     config, began = task.config, time.monotonic()
     made = _newest_step(first)
     if made > first.run.steps:

@@ -149,10 +149,7 @@ def mixer(config: DecoderConfig, name: str) -> Any:
 
 
 def require(config: PreTrainedConfig, **wanted: Any) -> None:
-    """Raise `ValueError` for a configuration field with a value that our decoder does not support.
-
-    A tuple lists the supported values; a missing field counts as the first of them.
-    """
+    """Raise `ValueError` unless a field has the supported value, or one of a tuple; a missing field has the first."""
     for name, values in wanted.items():
         values = values if isinstance(values, tuple) else (values,)
         value = getattr(config, name, values[0])

@@ -83,10 +83,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(x_NTK: Tensor, chunk: int, widest: int, *, whole: bool = False) -> list[Piece]:
-    """Cut the tokens of x in chunks of `chunk` rows; a piece holds tensors of `widest` channels.
-
-    The last chunk may be shorter, filled up to a power of two if `whole`.
-    """
+    """Cut x into chunks of `chunk` rows, pieces of `widest` channels; if `whole` the last one is a power of two."""
     N, T = x_NTK.shape[:2]
     most = max(1, min(MOST, ENTRIES // max(1, N * chunk * widest)))
     full, left = divmod(T, chunk)

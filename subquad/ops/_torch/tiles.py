@@ -23,10 +23,7 @@ MASKED_ROWS = 256
 
 @dataclass(frozen=True)
 class Group:
-    """`count` tiles of `rows` queries; tile n holds query slots from `q + n * rows`, key slots from `k + n * rows`.
-
-    With `places` the keys of tile n begin at `places[n]` instead.
-    """
+    """`count` tiles of `rows` queries: tile n has slots from `q + n * rows`, keys from `k + n * rows` or `places`."""
 
     q: int
     rows: int

@@ -107,10 +107,7 @@ def walk(lo, hi, real, start, first, stop, slots):
 
 @triton.jit
 def load_tile(x, slots, inside, stride, UNIT: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TYPE):
-    """Load `[slots, WIDTH]`, with zeros outside and beyond the channels.
-
-    Strides come in units: the compiler then knows that rows are aligned, whatever the length.
-    """
+    """Load `[slots, WIDTH]`, zeros outside and beyond the channels; strides in units tell that rows are aligned."""
     channels = tl.arange(0, WIDTH)
     # int64: offsets in a long batch exceed 2^31.
     at = x + slots.to(tl.int64)[:, None] * stride * UNIT + channels[None]

@@ -71,10 +71,7 @@ def joined(X_NRR, A_CC, b_C):
 
 @triton.jit
 def triangle(A_CC, b_C):
-    """Return `X = (I + A diag(b))^-1 A` in float32, for A zero on and above the diagonal.
-
-    Row by row within blocks of 16 rows, all blocks at once; then neighbouring blocks are joined.
-    """
+    """Return `X = (I + A diag(b))^-1 A` in float32, A strictly lower: blocks of 16 rows first, then joined pairs."""
     C: tl.constexpr = A_CC.shape[0]
     N: tl.constexpr = C // 16
     n_N, row_R = tl.arange(0, N), tl.arange(0, 16)

@@ -112,10 +112,7 @@ def real_rows(mask, n, H, T, start, row_C):
 
 @triton.jit
 def read(x, row_C, stride_t, channel_L, real_C, LENGTH: tl.constexpr):
-    """Load rows `[C, L]`, with zeros in place of missing tokens and channels.
-
-    Padding is masked here, at the load: whatever stands there, NaN included, never enters a product.
-    """
+    """Load rows `[C, L]`, zeros at missing tokens and channels: what padding holds, NaN included, enters no product."""
     pointers = x + row_C[:, None] * stride_t + channel_L[None, :]
     x_CL = tl.load(pointers, mask=real_C[:, None] & (channel_L < LENGTH)[None, :], other=0.0)
     if INTERPRETED:
