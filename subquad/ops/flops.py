@@ -6,6 +6,7 @@ Shape letters: N batch times heads, T tokens, K key channels, V value channels, 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -108,30 +109,38 @@ def _sequential_scan(q: Any, i: Any, v: Any, beta: Any = None, *_: Any, **__: An
     return int((4 if beta is None else 6) * v[0] * q[1] * q[2] * v[2])
 
 
+def _flat(shape: Any) -> tuple[int, int, int]:
+    """Return `[N, T, L]` of `[N, T, L]` or `[B, H, T, L]`."""
+    return math.prod(shape[:-2]), shape[-2], shape[-1]
+
+
+def _gated(q: Any, v: Any, chunk: int = scan.CHUNK, normalise: bool = False) -> int:
+    (groups, T, K), (heads, _, V) = _flat(q), _flat(v)
+    return gated_scan_flops(T, K, V, groups=groups, heads=heads, chunk=chunk, normalise=normalise)
+
+
+def _delta(q: Any, v: Any, chunk: int = delta.CHUNK, products: tuple[int, int, int] = FORWARD) -> int:
+    (groups, T, K), (heads, _, V) = _flat(q), _flat(v)
+    return delta_scan_flops(T, K, V, groups=groups, heads=heads, chunk=chunk, products=products)
+
+
+def _softmax(p: Any, v: Any, chunk: int = softmax.CHUNK) -> int:
+    heads, T, L = _flat(p)
+    return heads * running_softmax_flops(T, L, v[-1], chunk=chunk)
+
+
 # A backward pass has five products where the forward has two.
 FORMULAS: dict[str, Callable[..., int]] = {
     "block_attention_cpu": _attention,
     "block_attention_cpu_backward": lambda grad, grad_lse, q, k, v, out, lse, *rest, **_: (
         _attention(q, k, v, *rest) * 5 // 2
     ),
-    "gated_scan": lambda q, i, v, log_f, state, normalise, eps, chunk, *_, **__: gated_scan_flops(
-        q[1], q[2], v[2], groups=q[0], heads=v[0], chunk=chunk, normalise=normalise
-    ),
-    "gated_scan_backward": lambda grad, grad_state, q, i, v, *rest, **_: (
-        5 * gated_scan_flops(q[1], q[2], v[2], groups=q[0], heads=v[0], chunk=rest[-1]) // 2
-    ),
-    "delta_scan": lambda q, k, v, beta, log_f, state, chunk, *_, **__: delta_scan_flops(
-        q[1], q[2], v[2], groups=q[0], heads=v[0], chunk=chunk
-    ),
-    "delta_scan_backward": lambda grad, grad_state, q, k, v, *rest, **_: delta_scan_flops(
-        q[1], q[2], v[2], groups=q[0], heads=v[0], chunk=rest[-1], products=BACKWARD
-    ),
-    "running_softmax": lambda p, k, v, own, a, s, chunk, save, **_: (
-        p[0] * running_softmax_flops(p[1], p[2], v[2], chunk=chunk)
-    ),
-    "running_softmax_backward": lambda grad, ga, gs, p, k, v, *rest, **_: (
-        5 * p[0] * running_softmax_flops(p[1], p[2], v[2], chunk=rest[-1]) // 2
-    ),
+    "gated_scan": lambda q, i, v, log_f, state, normalise, eps, chunk, *_, **__: _gated(q, v, chunk, normalise),
+    "gated_scan_backward": lambda grad, grad_state, q, i, v, *rest, **_: 5 * _gated(q, v, rest[-1]) // 2,
+    "delta_scan": lambda q, k, v, beta, log_f, state, chunk, *_, **__: _delta(q, v, chunk),
+    "delta_scan_backward": lambda grad, grad_state, q, k, v, *rest, **_: _delta(q, v, rest[-1], BACKWARD),
+    "running_softmax": lambda p, k, v, own, a, s, chunk, save, **_: _softmax(p, v, chunk),
+    "running_softmax_backward": lambda grad, ga, gs, p, k, v, *rest, **_: 5 * _softmax(p, v, rest[-1]) // 2,
     "block_attention_sequential": _sequential_attention,
     "block_attention_sequential_backward": lambda grad, grad_lse, out, m, z, *shapes, **_: _sequential_attention(
         *shapes, products=(3, 2)
@@ -150,23 +159,13 @@ KERNELS: dict[str, Callable[..., int]] = {
     "block_attention_triton_backward": lambda grad, grad_lse, out, m, inverse, *inputs, **_: (
         _attention(*inputs) * 5 // 2
     ),
-    "gated_mean_triton": lambda gate, k, v, *_, **__: v[0] * v[1] * running_softmax_flops(v[2], 1, v[3]),
-    "gated_mean_triton_backward": lambda grad, ga, gs, gate, k, v, *_, **__: (
-        5 * v[0] * v[1] * running_softmax_flops(v[2], 1, v[3]) // 2
-    ),
-    "gated_scan_triton": lambda q, i, v, log_f, state, mask, normalise, *_, **__: (
-        q[0] * q[1] * gated_scan_flops(q[2], q[3], v[3], normalise=normalise)
-    ),
-    "gated_scan_triton_backward": lambda grad, grad_state, q, i, v, *_, **__: (
-        5 * q[0] * q[1] * gated_scan_flops(q[2], q[3], v[3]) // 2
-    ),
-    "delta_scan_triton": lambda q, k, v, *_, **__: q[0] * delta_scan_flops(q[2], q[3], v[3], groups=q[1], heads=v[1]),
-    "delta_scan_triton_backward": lambda grad, grad_state, q, k, v, *_, **__: (
-        q[0] * delta_scan_flops(q[2], q[3], v[3], groups=q[1], heads=v[1], products=BACKWARD)
-    ),
-    "running_softmax_triton": lambda p, k, v, *_, **__: p[0] * p[1] * running_softmax_flops(p[2], p[3], v[3]),
-    "running_softmax_triton_backward": lambda grad, gl, ga, gs, p, k, v, *_, **__: (
-        5 * p[0] * p[1] * running_softmax_flops(p[2], p[3], v[3]) // 2
-    ),
+    "gated_mean_triton": lambda gate, k, v, *_, **__: _softmax(k, v),
+    "gated_mean_triton_backward": lambda grad, ga, gs, gate, k, v, *_, **__: 5 * _softmax(k, v) // 2,
+    "gated_scan_triton": lambda q, i, v, f, s, mask, normalise, *_, **__: _gated(q, v, normalise=normalise),
+    "gated_scan_triton_backward": lambda grad, grad_state, q, i, v, *_, **__: 5 * _gated(q, v) // 2,
+    "delta_scan_triton": lambda q, k, v, *_, **__: _delta(q, v),
+    "delta_scan_triton_backward": lambda grad, grad_state, q, k, v, *_, **__: _delta(q, v, products=BACKWARD),
+    "running_softmax_triton": lambda p, k, v, *_, **__: _softmax(p, v),
+    "running_softmax_triton_backward": lambda grad, gl, ga, gs, p, k, v, *_, **__: 5 * _softmax(p, v) // 2,
 }
 """Formulas of the kernels: they count as much as the backend `torch` computes for the same call."""

@@ -100,6 +100,17 @@ def test_torch_counts_the_scans_with_their_formulas():
     assert count(lambda: running_softmax(q.softmax(-1), i, v)) == 6 * flops.running_softmax_flops(70, 4, 5)
 
 
+def test_kernels_count_as_torch_does():
+    q, p, v = (2, 1, 70, 4), (2, 3, 70, 4), (2, 3, 70, 5)
+    xq, xp, xv = inputs(q, p, v)
+    for n in (False, True):
+        expected = count(lambda n=n: gated_scan(xq, xq, xv, None, normalise=n))
+        assert flops.KERNELS["gated_scan_triton"](q, q, v, None, None, None, n) == expected
+    expected = count(lambda: delta_scan(xq, xq, xv, xv[..., :1].sigmoid(), None))
+    assert flops.KERNELS["delta_scan_triton"](q, q, v) == expected
+    assert flops.KERNELS["running_softmax_triton"](p, p, v) == count(lambda: running_softmax(xp.softmax(-1), xp, xv))
+
+
 def test_torch_counts_scans_whose_heads_share_queries_and_keys():
     q, k, v = inputs((2, 1, 70, 4), (2, 1, 70, 4), (2, 3, 70, 5))
     sizes = {"groups": 2, "heads": 6, "chunk": 16}

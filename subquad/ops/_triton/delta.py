@@ -21,12 +21,13 @@ from subquad.ops._triton.scan import (
     Inputs,
     by_groups,
     by_token,
+    chunk_gradients,
+    fit,
     launch_outputs,
     precision_of,
     state_dtype,
     value_gradients,
 )
-from subquad.ops._triton.scan_backward_kernels import gradients_kernel
 
 STEP = ("K", "V", "DECAY", "SHARE", "BLOCK_K", "BLOCK_V", "num_warps")
 """Constants of the kernel of a single token."""
@@ -95,11 +96,9 @@ def delta_scan(
 
     Raises `ValueError` for other dtypes and for devices without Triton.
     """
-    tensors = [x for x in (q_BGTK, k_BGTK, v_BHTV, beta_BHT1, log_f_BHTF) if x is not None]
-    common.check_device("delta_scan", *tensors)
+    common.check_device("delta_scan", q_BGTK, k_BGTK, v_BHTV, beta_BHT1, log_f_BHTF)
     state = None if state_BHKV is None else state_BHKV.float()
-    tensors += [] if state is None else [state]
-    save = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    save = common.recorded(q_BGTK, k_BGTK, v_BHTV, beta_BHT1, log_f_BHTF, state)
     out, after, *_ = delta_scan_triton(q_BGTK, k_BGTK, v_BHTV, beta_BHT1, log_f_BHTF, state, mask_BT, save)
     return out, after
 
@@ -203,8 +202,6 @@ def _key_gradients(
     x: DeltaInputs, grad: Tensor, dv: Tensor, states: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and log f: those of the gated scan of u, then with the triangle's added."""
-    block_k = min(common.tile(x.K), x.tiles.gradients_k)
-    k_tiles = -(-x.K // block_k)
     # Sums over the heads of a group, and over both launches, are made in float32.
     wide = by_token(x.i, x.B, x.H, x.T, x.K, torch.float32)
     dq = by_token(x.q, x.B, x.H, x.T, x.K, x.q.dtype if x.share == 1 else torch.float32)
@@ -214,24 +211,10 @@ def _key_gradients(
         dlog_f = by_token(x.log_f, *x.log_f.shape)
         g_wide = torch.empty_like(dlog_f, dtype=torch.float32)
     elif x.log_f is not None:
-        parts = grad.new_empty(2, k_tiles, x.B, x.T, x.H, dtype=torch.float32)
+        parts = grad.new_empty(2, fit(x.K, x.tiles.gradients_k)[1], x.B, x.T, x.H, dtype=torch.float32)
         g_wide, dlog_f = parts
-    for q, do, before, into in (
-        (x.q, grad, (ends, None, None, None), (dq, wide, None, g_wide)),
-        (x.i, dv, (None, None, wide, g_wide), (None, dk, None, dlog_f)),
-    ):
-        common.launch(
-            gradients_kernel,
-            (x.heads * x.chunks * k_tiles,),
-            *(q, x.i, x.v, x.log_f, do, x.mask, None, None, states, None, *before, *into, x.H, x.T),
-            *common.strides(q, x.i, x.v, x.log_f, do),
-            **x.constants(do),
-            BLOCK_K=block_k,
-            BLOCK_V=min(common.tile(x.V), x.tiles.gradients_v),
-            WITH_V=False,
-            num_warps=x.tiles.gradients_warps if block_k == x.tiles.gradients_k else 4,
-            num_stages=1,
-        )
+    chunk_gradients(x, x.q, grad, None, None, states, None, ends, None, None, None, dq, wide, None, g_wide)
+    chunk_gradients(x, x.i, dv, None, None, states, None, None, None, wide, g_wide, None, dk, None, dlog_f)
     if x.log_f is not None and x.decay == "head":
         dlog_f = parts.sum((0, 1))[..., None].to(x.log_f.dtype).transpose(1, 2)
     return by_groups(dq, x.q), by_groups(dk, x.i), dlog_f

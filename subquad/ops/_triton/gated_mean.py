@@ -140,8 +140,7 @@ def gated_mean(
     common.check_device("gated_mean", gate_BHT1, logits_BHT1, v_BHTV)
     lse, mean = (None, None) if state is None else (state[0].double(), state[1].float())
     inputs = (gate_BHT1, logits_BHT1, v_BHTV, factors_BHT2, mask_BT, lse, mean)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    out, end_lse, end_mean, *_ = gated_mean_op(*inputs, save)
+    out, end_lse, end_mean, *_ = gated_mean_op(*inputs, common.recorded(*inputs))
     return out, end_lse, end_mean
 
 

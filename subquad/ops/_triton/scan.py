@@ -106,7 +106,7 @@ class Inputs:
         }
 
 
-def _fit(channels: int, most: int) -> tuple[int, int]:
+def fit(channels: int, most: int) -> tuple[int, int]:
     """Return the channels per tile, and the number of tiles."""
     size = min(common.tile(channels), most)
     return size, -(-channels // size)
@@ -119,7 +119,7 @@ def launch_states(
 
     With totals and their gradients, return gradients of the states after each chunk, from the last to the first.
     """
-    (block_k, tiles_k), (block_v, tiles_v) = _fit(x.K, x.tiles.states), _fit(x.V, x.tiles.states)
+    (block_k, tiles_k), (block_v, tiles_v) = fit(x.K, x.tiles.states), fit(x.V, x.tiles.states)
     kept = b.new_empty(x.B, x.H, x.chunks, x.K, x.V, dtype=state_dtype(x.precision))
     z_kept = last.new_empty(x.B, x.H, x.chunks, x.K if x.normalise else 0)
     common.launch(
@@ -141,7 +141,7 @@ def launch_outputs(
     x: Inputs, states: Tensor, z_states: Tensor, out: Tensor, total: Tensor, eps: float, delta: bool = False
 ) -> None:
     """Fill `out`, and `total` if normalised; `delta`: the values may have overflowed, see `lower_product`."""
-    (block_k, _), (block_v, tiles_v) = _fit(x.K, x.tiles.outputs_k), _fit(x.V, x.tiles.outputs_v)
+    (block_k, _), (block_v, tiles_v) = fit(x.K, x.tiles.outputs_k), fit(x.V, x.tiles.outputs_v)
     common.launch(
         outputs_kernel,
         (x.heads * x.chunks * tiles_v,),
@@ -158,7 +158,7 @@ def launch_outputs(
 
 def take_step(x: Inputs, first: Tensor | None, out: Tensor, last: Tensor, eps: float) -> None:
     """Fill `out` and `last` for one token."""
-    (block_k, _), (block_v, tiles_v) = _fit(x.K, 64), _fit(x.V, 64)
+    (block_k, _), (block_v, tiles_v) = fit(x.K, 64), fit(x.V, 64)
     common.launch(
         step_kernel,
         (x.heads * tiles_v,),
@@ -186,7 +186,7 @@ def total_gradients(x: Inputs, grad: Tensor, out: Tensor | None, total: Tensor) 
             *(grad, out, x.mask, total, dtotal, x.H, x.T, *common.strides(grad)),
             V=x.V,
             C=x.tiles.rows,
-            BLOCK_V=_fit(x.V, 128)[0],
+            BLOCK_V=fit(x.V, 128)[0],
             ALIGNED=x.constants(grad)["ALIGNED"],
             num_warps=4,
         )
@@ -197,8 +197,7 @@ def launch_gradients(
     x: Inputs, grad: Tensor, totals: tuple[Tensor, Tensor], starts: tuple[Tensor, Tensor], ends: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of q, i, v, log f (empty if None), from states at chunk starts and gradients at chunk ends."""
-    block_k, tiles_k = _fit(x.K, x.tiles.gradients_k)
-    block_v, _ = _fit(x.V, x.tiles.gradients_v)
+    tiles_k = fit(x.K, x.tiles.gradients_k)[1]
     dq, di = (
         # Sums over the heads of a group are made in float32.
         by_token(like, x.B, x.H, x.T, x.K, like.dtype if x.share == 1 else torch.float32)
@@ -213,18 +212,7 @@ def launch_gradients(
         dlog_f = grad.new_empty(tiles_k, x.B, x.T, x.H, dtype=torch.float32)  # one part per tile
     # dv sums over all key channels, so one tile must hold them.
     with_v = tiles_k == 1 and x.decay != "channel"
-    common.launch(
-        gradients_kernel,
-        (x.heads * x.chunks * tiles_k,),
-        *(x.q, x.i, x.v, x.log_f, grad, x.mask, *totals, *starts, *ends, None, None, dq, di, dv, dlog_f, x.H, x.T),
-        *common.strides(x.q, x.i, x.v, x.log_f, grad),
-        **x.constants(grad),
-        BLOCK_K=block_k,
-        BLOCK_V=block_v,
-        WITH_V=with_v,
-        num_warps=x.tiles.gradients_warps if block_k == x.tiles.gradients_k else 4,
-        num_stages=1,
-    )
+    chunk_gradients(x, x.q, grad, *totals, *starts, *ends, None, None, dq, di, dv, dlog_f, with_v=with_v)
     if not with_v:
         value_gradients(x, grad, totals[0], ends[0], dv)
     if x.decay == "head":
@@ -233,9 +221,26 @@ def launch_gradients(
     return by_groups(dq, x.q), by_groups(di, x.i), dv, dlog_f
 
 
+def chunk_gradients(x: Inputs, q: Tensor, grad: Tensor, *tensors: Tensor | None, with_v: bool = False) -> None:
+    """Launch the kernel of the gradients inside chunks, with `tensors` from the totals to dlog_f in its order."""
+    (block_k, tiles_k), (block_v, _) = fit(x.K, x.tiles.gradients_k), fit(x.V, x.tiles.gradients_v)
+    common.launch(
+        gradients_kernel,
+        (x.heads * x.chunks * tiles_k,),
+        *(q, x.i, x.v, x.log_f, grad, x.mask, *tensors, x.H, x.T),
+        *common.strides(q, x.i, x.v, x.log_f, grad),
+        **x.constants(grad),
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
+        WITH_V=with_v,
+        num_warps=x.tiles.gradients_warps if block_k == x.tiles.gradients_k else 4,
+        num_stages=1,
+    )
+
+
 def value_gradients(x: Inputs, grad: Tensor, total: Tensor | None, end_states: Tensor | None, dv: Tensor) -> None:
     """Fill `dv`; without `end_states` with the part from inside the chunks."""
-    (block_k, _), (block_v, tiles_v) = _fit(x.K, x.tiles.outputs_k), _fit(x.V, x.tiles.outputs_v)
+    (block_k, _), (block_v, tiles_v) = fit(x.K, x.tiles.outputs_k), fit(x.V, x.tiles.outputs_v)
     common.launch(
         value_gradients_kernel,
         (x.heads * x.chunks * tiles_v,),
@@ -267,11 +272,9 @@ def gated_scan(
 
     Raises `ValueError` for other dtypes and for devices without Triton.
     """
-    tensors = [x for x in (q_BGTK, i_BGTK, v_BHTV, log_f_BHTF) if x is not None]
-    common.check_device("gated_scan", *tensors)
+    common.check_device("gated_scan", q_BGTK, i_BGTK, v_BHTV, log_f_BHTF)
     state = None if state_BHKW is None else state_BHKW.float()
-    tensors += [] if state is None else [state]
-    save = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    save = common.recorded(q_BGTK, i_BGTK, v_BHTV, log_f_BHTF, state)
     out, after, *_ = gated_scan_triton(q_BGTK, i_BGTK, v_BHTV, log_f_BHTF, state, mask_BT, normalise, eps, save)
     return out, after
 

@@ -255,8 +255,7 @@ def running_softmax(
     common.check_device("running_softmax", p_BHTL, logits_BHTL, v_BHTV)
     lse, mean = (None, None) if state is None else (state[0].double(), state[1].float())
     inputs = (p_BHTL, logits_BHTL, v_BHTV, mask_BT, lse, mean)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    out, lse, end_lse, end_mean, *_ = running_softmax_op(*inputs, want_lse, save)
+    out, lse, end_lse, end_mean, *_ = running_softmax_op(*inputs, want_lse, common.recorded(*inputs))
     return out, lse if want_lse else None, end_lse, end_mean
 
 
