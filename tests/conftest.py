@@ -39,7 +39,7 @@ drawn_before: Any = None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark as slow laws that a contract class does not name in `laws`, compilations by inductor, and of second forms."""
+    """Mark as slow laws that a class does not name in `laws`, compilations by inductor, and those of second forms."""
     contract, law = getattr(item, "cls", None), re.match(r"test_law_(\d+)(.*inductor)?", item.name)
     if law is None or contract is None or not issubclass(contract, AttentionContract):
         return

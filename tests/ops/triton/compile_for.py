@@ -14,7 +14,7 @@ import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -253,7 +253,8 @@ def write_all(path, *families):
     kept = {family: [row for row in found if row[0] == family] for family in ALL}
     with ProcessPoolExecutor(2) as pool:
         for family in families or ALL:
-            kept[family] = sum(pool.map(rows, *zip(*product([family], DTYPES, CARDS), strict=True)), [])
+            cases = zip(*product([family], DTYPES, CARDS), strict=True)
+            kept[family] = list(chain.from_iterable(pool.map(rows, *cases)))
             lines = ",\n".join(json.dumps(row) for name in kept for row in kept[name])
             path.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
 
