@@ -39,8 +39,11 @@ drawn_before: Any = None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark as slow laws that a class does not name in `laws`, compilations by inductor, and those of second forms."""
-    contract, law = getattr(item, "cls", None), re.match(r"test_law_(\d+)(.*inductor)?", item.name)
+    """Mark as slow laws that a class does not name in `laws`, and what another test of the same law nearly covers.
+
+    That is compiling by inductor, compiling second forms, and long inputs in bfloat16, whose range is float32's.
+    """
+    contract, law = getattr(item, "cls", None), re.match(r"test_law_(\d+)(.*inductor|.*bfloat16)?", item.name)
     if law is None or contract is None or not issubclass(contract, AttentionContract):
         return
     second = contract.__name__.endswith("Bidirectional") and law[1] == "12"

@@ -152,7 +152,7 @@ def in_pieces(kind, inputs, state, cuts):
 # The laws of all scans.
 
 
-@thinned(3, case=CASES)
+@thinned(4, case=CASES)
 def test_outputs_states_and_gradients(case):
     kind, tokens, K, V, dtype, *size = case
     # One latent has one log-normaliser a head: the gradient of a single number may cancel.
@@ -205,7 +205,7 @@ def test_rows_that_are_all_padding_leave_the_state(kind):
             assert_all_exact(after, expected)
 
 
-@thinned(4, layout=LAYOUTS, kind=("head mean", "channel mean", *SOFTMAXES))
+@thinned(5, layout=LAYOUTS, kind=("head mean", "channel mean", *SOFTMAXES))
 def test_strides_change_nothing(layout, kind):
     def gradients(inputs, expand):
         leaves = [x.detach().requires_grad_() for x in (*inputs, *state)]
@@ -223,7 +223,7 @@ FUTURES = [*((kind, 1.0) for kind in MEANS), *((kind, size) for kind in SOFTMAXE
 
 
 @short
-@thinned(3, case=FUTURES, dtype=LOW_PRECISION)
+@thinned(5, case=FUTURES, dtype=LOW_PRECISION)
 def test_no_bit_depends_on_the_future(case, dtype):
     kind, size = case
     tokens = T if kind in SOFTMAXES else 80
