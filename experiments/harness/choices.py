@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from experiments.harness.claims import INCOMPARABLE, NOT_RUN, UNLEARNED, WAITING, Verdict
+from experiments.harness.claims import INCOMPARABLE, NOT_RUN, WAITING, Verdict
 from experiments.harness.result import line, ours
 from subquad.config import Config, suggest
 
 FILE = "choices.yaml"
 UNTESTED = "untested"
-SILENT = (NOT_RUN, WAITING, INCOMPARABLE, UNLEARNED)
+SILENT = (NOT_RUN, WAITING, INCOMPARABLE)
 """Verdicts that say nothing about a claim."""
+FIGURES = 3
+"""Figures that are shown of a claim; its own page has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,4 +58,7 @@ def advice(root: Path, known: Mapping[str, tuple[Verdict, str]]) -> str:
 
 
 def _told(verdict: Verdict, shown: str) -> str:
-    return f"{verdict.claim.says}: {ours(verdict, 'cpu')}, **{verdict.verdict}** ({shown})"
+    figures = ours(verdict, "cpu").split("; ")
+    if len(figures) > FIGURES:
+        figures[FIGURES - 1 :] = [f"{len(figures) - FIGURES + 1} more"]
+    return f"{verdict.claim.says}: {'; '.join(figures)}, **{verdict.verdict}** ({shown})"
