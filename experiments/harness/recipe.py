@@ -26,6 +26,8 @@ class Arm(Config):
     """Seeds of this arm (None: the scale's)."""
     timed: bool = False
     """Run this arm when nothing else runs, because its times are measured."""
+    chooses: bool = True
+    """Choose a learning rate first, if the scale has rates; false for an arm that is only timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +136,7 @@ class Recipe(Config):
             for arm in (*scale.arm_settings, *([scale.reference] if scale.reference else [])):
                 if arm not in arms:
                     raise ValueError(f"scales.{name} has no arm {arm!r}; {suggest(arm, arms)}")
-            _check_choose(f"scales.{name}.choose", scale.choose, self.kind)
+            _check_choose(f"scales.{name}.choose", scale.choose)
             if set(scale.budgets) != {"steps"} and scale.reference is None:
                 raise ValueError(f"scales.{name}.budgets {scale.budgets} need a reference, one of {', '.join(arms)}")
 
@@ -170,8 +172,8 @@ def read_recipe(folder: Path) -> Recipe:
     return Recipe.from_file(folder / FILE)
 
 
-def _check_choose(where: str, choose: Choose, kind: str) -> None:
-    """Raise `ValueError` for too few, equal or negative values, or a recipe whose code has to choose itself."""
+def _check_choose(where: str, choose: Choose) -> None:
+    """Raise `ValueError` for too few, equal or negative values."""
     for name, fewest, values in (
         ("lr", FEWEST_RATES, choose.lr),
         ("position_scale", FEWEST_SIZES, choose.position_scale),
@@ -180,5 +182,3 @@ def _check_choose(where: str, choose: Choose, kind: str) -> None:
             raise ValueError(f"{where}.{name} must be at least {fewest} different positive numbers, got {values}")
     if choose.position_scale and not choose.lr:
         raise ValueError(f"{where}.position_scale needs lr: a size is chosen at the middle rate")
-    if choose.lr and kind != "train":
-        raise ValueError(f"{where} is for kind: train; code of kind: measure calls rates.choose")

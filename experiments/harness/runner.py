@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 
 from experiments.harness.noise import Row
+from experiments.harness.rates import with_choice
 from experiments.harness.source import library_hash
 from experiments.harness.train import InterruptedRunError, search_unit, train_unit
 from experiments.harness.units import BEGUN, DONE, ON_A_GPU, Unit, function, kept
@@ -142,8 +143,9 @@ def _rows(unit: Unit) -> list[Row]:
     run = function(Path(unit.experiment), "run")
     if run is None:
         raise ValueError(f"{unit.experiment}: kind: measure needs a function run(unit) in experiment.py")
+    unit, told = with_choice(unit)
     found = run(unit)
-    return found if isinstance(found, list) else [found]
+    return [{**row, **told} for row in (found if isinstance(found, list) else [found])]
 
 
 def _clear(folder: Path, unit: Unit) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,12 @@ def train_unit(unit: Unit) -> list[Row]:
 
 def search_unit(unit: Unit) -> list[Row]:
     """Train for a third of the steps with each rate and size; return losses, infinite for a run that failed."""
+    own: Callable[[Unit], float] | None = function(Path(unit.experiment), "search")
 
     def loss(rate: float, size: float | None) -> float:
         settings = with_settings(unit.settings, rate, *([size] if unit.sizes else []))
+        if own is not None:
+            return own(replace(unit, settings=settings))
         whole = train_config(unit, settings)
         if whole.task not in ("language", "classify"):
             raise ValueError(
