@@ -77,6 +77,21 @@ def test_a_result_is_kept_compared_and_reported_again_without_running(experiment
     assert page.index("What to choose") < page.index("## A paper") < page.index("What is wrong")
 
 
+def test_advice_has_the_figures_of_its_claims(experiments):
+    folder, file = experiments / "measured", experiments / "choices.yaml"
+    assert measure() == 0
+    (experiments / "choose.md").write_text("## Advice\n\n<!-- choices -->\n")
+    advice = {"need": "more", "choose": "two", "unless": "one"}
+    file.write_text(json.dumps({"choices": [{**advice, "claims": ["measured/more"]}, advice]}))
+    figures = "two is more than one: 8.5 against 4.5 (+4, +0.958 to +7.04); for the claim, **indication**"
+    page = findings(experiments, [folder])
+    assert f"| more | two | {figures} ([measured](../experiments/measured), medium) | one |" in page
+    assert "| more | two | untested | one |" in page
+    file.write_text(json.dumps({"choices": [{**advice, "claims": ["measured/mor"]}]}))
+    with pytest.raises(ValueError, match=r"choices\.yaml, 'more': unknown claim 'measured/mor'; "):
+        findings(experiments, [folder])
+
+
 def test_results_of_an_earlier_library_are_marked_and_listed(experiments, capsys):
     folder = experiments / "measured"
     assert measure() == 0
