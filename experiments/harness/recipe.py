@@ -107,6 +107,8 @@ class Recipe(Config):
     `experiment.py`."""
     alone: bool = False
     """All arms are timed: one unit at a time, with all threads."""
+    reads: str | None = None
+    """Experiment whose result `run` reads: with --all it runs before this one, whose units are never kept."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of all units. A value `@NAME/...` is a path in the data set NAME."""
     arms: dict[str, Arm] = field(default_factory=dict)

@@ -58,6 +58,8 @@ class Unit:
     timed: bool = False
     """Run when nothing else runs."""
     threads: int = 1
+    reads: str | None = None
+    """Experiment whose result it reads."""
 
     @property
     def name(self) -> str:
@@ -119,6 +121,7 @@ def units_of(
                     settings=_with_paths(settings, data, paths),
                     folder=str(work / experiment.name / scale / f"{name.replace(' ', '-')}-{seed}"),
                     kind=recipe.kind,
+                    reads=recipe.reads,
                     identity=digest([trained, chosen.held.to_dict(), measuring]),
                     training=digest(trained),
                     reference=reference,
@@ -187,9 +190,9 @@ def function(experiment: Path, name: str) -> Callable[..., Any] | None:
 
 
 def kept(unit: Unit) -> dict[str, Any] | None:
-    """Return the saved outcome of the unit if its identity is unchanged, else None."""
+    """Return the saved outcome of the unit if its identity is unchanged, else None; None if it reads a result."""
     file = Path(unit.folder) / DONE
-    if not file.is_file():
+    if unit.reads or not file.is_file():
         return None
     try:
         found = read_json(file)

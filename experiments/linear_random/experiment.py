@@ -1,4 +1,4 @@
-"""Time and memory of linear and softmax attention on random sequences over the length."""
+"""Time and memory of linear attention, and of softmax attention with and without fusion, over the length."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ from functools import partial
 from typing import Any
 
 from benchmarks.config import OpsConfig
-from benchmarks.ops import measure_ops
+from benchmarks.operators import our_cases, sdpa, unfused
+from benchmarks.ops import rows_of_length
 from experiments.harness.curves import crossover, exponent, means
 from experiments.harness.noise import FAILS, HOLDS
 from experiments.harness.units import Unit
 
-LINEAR, SOFTMAX = "linear, in chunks", "softmax, fused"
-FORMS = {"sdpa": SOFTMAX, "linear": LINEAR}
+LINEAR, SOFTMAX, FUSED = "linear, in chunks", "softmax, unfused", "softmax, fused"
+FORMS = {"sdpa": FUSED, "unfused": SOFTMAX, "linear": LINEAR}
 FITTED = 3
 """Number of longest lengths that an exponent is fitted to."""
 
 
 def run(unit: Unit) -> list[dict[str, Any]]:
-    """Time all passes of both operators in turns at each length."""
-    rows = []
-    for row in measure_ops(OpsConfig.from_dict(unit.settings["bench"])).rows:
+    """Time all passes of all operators in turns at each length, softmax without fusion up to the length `longest`."""
+    config, rows = OpsConfig.from_dict(unit.settings["bench"]), list[dict[str, Any]]()
+    found = []
+    for T in config.tokens:
+        plain = [unfused()] if unit.settings["longest"] >= T else []
+        found += rows_of_length(config, [sdpa(), *plain, *our_cases(config.mechanisms, [None])], [], T, late=False)
+    for row in found:
         if row["status"] != "ok":
             raise RuntimeError(f"{row['label']}, {row['tokens']} tokens: {row['status']}: {row['message']}")
         rows.append({"form": FORMS[row["name"]], "pass": row["pass"], "tokens": row["tokens"]})
@@ -55,8 +60,10 @@ def exponents(rows: list[dict[str, Any]], form: str, order: float, name: str = "
 
 claim_linear_is_linear = partial(exponents, form=LINEAR, order=1)
 claim_softmax_is_quadratic = partial(exponents, form=SOFTMAX, order=2)
+claim_fused_is_quadratic = partial(exponents, form=FUSED, order=2)
 claim_linear_memory = partial(exponents, form=LINEAR, order=1, name="peak_mib")
 claim_softmax_memory = partial(exponents, form=SOFTMAX, order=2, name="peak_mib")
+claim_fused_memory = partial(exponents, form=FUSED, order=1, name="peak_mib")
 
 
 def claim_faster(rows: list[dict[str, Any]]) -> tuple[str, str] | None:

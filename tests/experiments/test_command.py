@@ -125,6 +125,14 @@ def test_smoke_leaves_the_folder_as_it_is_and_starts_afresh(experiments, capsys)
     assert "2 of 2" in capsys.readouterr().err
 
 
+def test_an_experiment_that_reads_a_result_runs_after_it_and_every_time(experiments, capsys):
+    change(experiments / "measured", reads="trained", scales={"cpu": {}})
+    change(experiments / "trained", scales={"cpu": {"held": {"tokens": 64, "stride": 4}}}, arms={"full": {}})
+    for told in ("trained, 1 of 1", "measured, 1 of 2"):
+        assert run("--all", "--processes", "1", "--work", "w") == 0
+        assert capsys.readouterr().err.startswith(told)
+
+
 def test_done_units_run_again_only_if_they_changed_and_a_failed_one_is_reported(experiments, capsys):
     folder = experiments / "measured"
     assert measure() == 0
