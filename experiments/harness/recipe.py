@@ -52,6 +52,8 @@ class Choose(Config):
     """Peak learning rates, three or more (none: that of the settings)."""
     position_scale: list[float | None] = field(default_factory=list)
     """Sizes of added sines, two or more, for the arms that have them (none: that of the settings)."""
+    tokens: int | None = None
+    """Number of held-out tokens to choose on, after those of the result (None: as many as those)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,5 +180,7 @@ def _check_choose(where: str, choose: Choose, kind: str) -> None:
             raise ValueError(f"{where}.{name} must be at least {fewest} different positive numbers, got {values}")
     if choose.position_scale and not choose.lr:
         raise ValueError(f"{where}.position_scale needs lr: a size is chosen at the middle rate")
+    if choose.tokens is not None and not (choose.lr and choose.tokens > 0):
+        raise ValueError(f"{where}.tokens must be a positive number beside lr, got {choose.tokens}")
     if choose.lr and kind != "train":
         raise ValueError(f"{where} is for kind: train; code of kind: measure calls rates.choose")
