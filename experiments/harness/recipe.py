@@ -69,7 +69,7 @@ class Scale(Config):
     seeds: list[int] = field(default_factory=lambda: [0])
     """Seeds; each arm runs once per seed."""
     reference: str | None = None
-    """The arm that trains for run.steps; its predicted tokens and FLOPs set the budgets of the others."""
+    """The arm that trains for run.steps; its predicted tokens and FLOPs set the others' budgets. Rows name theirs."""
     budgets: list[Budget] = field(default_factory=lambda: ["steps"])
     """Quantities that are equal for all arms. With several budgets, an arm trains at a constant learning rate up to the
     largest; a fork for each budget lowers the rate over its last fifth."""

@@ -176,7 +176,7 @@ def _measured(unit: Unit, config: TrainConfig, budget: dict[str, int]) -> list[R
     row: Row = {"steps": steps, "parameters": result.parameters}
     if unit.timed:
         row["step_seconds"] = _step_seconds(result)
-    if len(unit.budgets) > 1:
+    if unit.reference is not None:
         row["budget"] = name
     if result.config.reads_text:
         row["predicted_tokens"] = steps * predicted_tokens(result.config)
