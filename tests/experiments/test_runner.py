@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
