@@ -15,13 +15,13 @@ from experiments.harness.measure import unigram
 from experiments.harness.noise import FAILS, HOLDS, Difference, Row, gain, pooled, select
 from experiments.harness.rates import SHARE
 from experiments.harness.recipe import merged
-from experiments.harness.train import InterruptedRunError, train_config
+from experiments.harness.train import train_config, trained
 from experiments.harness.units import Unit
 from subquad.config import digest
 from subquad.data.sources import open_source
 from subquad.evaluation.text import Window, losses
 from subquad.models import Decoder
-from subquad.training import RunResult, train
+from subquad.training import RunResult
 
 TIMES = (1, 2, 4, 8, 16)
 SYMBOLS = b" etaoinshrdlucmfwygpbvkxjqz,.\n;'"
@@ -37,7 +37,7 @@ NOTHING = "nothing"
 def run(unit: Unit) -> list[Row]:
     """Train; return a row per length: nats per token on the last T / 2 tokens of the same documents."""
     T, held_NT = _length(unit), documents(unit)[0]
-    model = trained(unit, unit.settings).model.model
+    model = trained_on(unit, unit.settings).model.model
     found = {times: nats(model, held_NT, times * T, T // 2) for times in TIMES}
     short_NS = nats(model, held_NT, T // 8, T // 2)
     scored_NS = held_NT[:, -(T // 2) :].astype(np.int64)
@@ -66,21 +66,18 @@ def search(unit: Unit) -> float:
     tried = f"rate-{given['optimizer']['lr']:g}-sines-{given['model'].get('position_scale')}"
     run = {"steps": max(1, given["run"]["steps"] // SHARE), "folder": str(Path(unit.folder) / tried)}
     shorter = {"run": run, "schedule": {"warmup": given["schedule"]["warmup"] // SHARE}}
-    model = trained(unit, merged(given, shorter)).model.model
+    model = trained_on(unit, merged(given, shorter)).model.model
     return float(nats(model, documents(unit)[1], _length(unit), _length(unit) // 2).mean())
 
 
-def trained(unit: Unit, settings: dict[str, Any]) -> RunResult:
+def trained_on(unit: Unit, settings: dict[str, Any]) -> RunResult:
     """Train on many short documents in ciphers, drawn by the unit's seed."""
     given = {name: value for name, value in settings.items() if name not in ("text", "documents")}
     place, (size, count) = _file(unit), (2 * _length(unit), settings["documents"]["train"])
     place.write_bytes(ciphered(settings["text"]["train"], size, count, unit.seed).tobytes())
     held = place.with_name("held.txt")
     held.write_bytes(documents(unit)[1].tobytes())
-    result = train(train_config(unit, merged(given, {"data": {"path": str(place), "held_out_path": str(held)}})))
-    if result.interrupted or result.out_of_time:
-        raise InterruptedRunError(f"{result.folder} stopped after step {result.steps}")
-    return result
+    return trained(train_config(unit, merged(given, {"data": {"path": str(place), "held_out_path": str(held)}})))
 
 
 def documents(unit: Unit) -> tuple[np.ndarray, np.ndarray]:

@@ -143,7 +143,7 @@ def decoded_loss(model: Decoder, text_BT: Tensor) -> np.ndarray:
     nats_B = torch.zeros(len(text_BT), dtype=torch.float64)
     for count in range(1, text_BT.shape[1]):
         logits_BV = model.logits(model.vectors(text_BT[:, :count])[:, -1])
-        nats_B += F.cross_entropy(logits_BV.float(), text_BT[:, count], reduction="none").cpu()
+        nats_B += F.cross_entropy(logits_BV, text_BT[:, count], reduction="none").cpu()
     return (nats_B / (text_BT.shape[1] - 1)).numpy()
 
 
