@@ -71,12 +71,19 @@ def _window_flops(model: str, length: int) -> int:
     return cost.mixing_flops + cost.projection_flops + cost.backward_flops
 
 
+def _with_vocabulary(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with the vocabulary of a tokenizer that is still to be trained."""
+    if config.data.tokenizer not in ("bpe", "unigram"):
+        return config
+    return config.replace(model=config.model.replace(vocab_size=config.data.vocab_size))
+
+
 def budget_steps(unit: Unit) -> dict[str, int]:
     """Return the steps of each budget: the reference's steps, or as many as match its predicted tokens or FLOPs."""
     own = train_config(unit)
     if set(unit.budgets) == {"steps"}:
         return {"steps": own.run.steps}
-    reference = train_config(unit, unit.reference)
+    own, reference = _with_vocabulary(own), _with_vocabulary(train_config(unit, unit.reference))
     steps = reference.run.steps
     ratios = {"steps": lambda: 1.0}
     ratios["tokens"] = lambda: predicted_tokens(reference) / predicted_tokens(own)
