@@ -29,8 +29,6 @@ run: $(STAMP) ## train the default recipe on Python's own source, evaluate and s
 	$(BIN)/subquad train --recipe stdlib-llp --run.folder runs/stdlib-llp
 
 test: $(STAMP) ## all tests but the slow ones
-	@command -v $${CXX:-g++} >/dev/null 2>&1 || command -v clang++ >/dev/null 2>&1 || \
-	  echo "no C++ compiler found: the tests that compile with inductor are skipped, everything else runs"
 	@OMP_NUM_THREADS=1 $(PYTEST) -q
 
 test-long: $(STAMP) ## the slow tests, one after another, since some take times

@@ -5,6 +5,7 @@ Shape letters: B batch, H heads, T tokens, K = V channels per head, L latents pe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -289,6 +290,18 @@ def sdpa() -> Case:
 def causal_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend causally; all tensors are `[B, H, T, K]`."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def unfused() -> Case:
+    """Return causal attention without fusion, as papers time it: it keeps the whole matrix of weights."""
+    return Case("unfused", lambda shape: Operator(shape.qkv(), unfused_attention), lambda _: "unfused, causal", "peer")
+
+
+def unfused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return `softmax(q k^T / sqrt(K)) v` over the past, one product, mask and softmax after another."""
+    T = q.shape[2]
+    future_TT = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    return (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(future_TT, -math.inf).softmax(-1) @ v
 
 
 def flash() -> Any:

@@ -302,7 +302,7 @@ PLANTED: list[tuple[type[Attention], dict[str, Any], str]] = [
     (accumulates_under_autocast, {}, "law_11_auto"),
     (branches_on_data, {}, "law_12_compiles_whole_with_aot"),
     (OwnHash, {}, "law_13"),
-    (sums_in_half, {}, "law_14"),
+    (sums_in_half, {}, "law_14_long_inputs_in_float16"),
     (SeesPackedRows, {}, "law_15_packed"),
     (SeesPackedRows, {}, "law_15_no_bit"),
     (SeesPackedRows, {}, "law_15_weights"),

@@ -127,7 +127,9 @@ def _names(root: Path, chosen: Any) -> list[str]:
             raise ValueError(f"--{name} must be at least 1, got {chosen[name]}")
     known = experiments(root)
     if chosen.all:
-        return [name for name in known if chosen.scale in read_recipe(root / name).scales]
+        recipes = {name: read_recipe(root / name) for name in known}
+        found = [name for name in known if chosen.scale in recipes[name].scales]
+        return sorted(found, key=lambda name: recipes[name].reads is not None)
     if chosen.name is None:
         return []
     if chosen.name not in known:

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from experiments.harness.choices import FILE, advice
 from experiments.harness.claims import OURS, VERDICTS, Expected, Verdict, read_expected, verdicts
 from experiments.harness.result import PLOT, core_seconds, line, ours, read_result, stale, telling, told
 from experiments.harness.weight import WEIGHTS, weigh
 
 CHOOSE, WRONG = "choose.md", "wrong.md"
 """Parts of the page written by hand: which attention to choose, and errors in the papers."""
+CHOICES = "<!-- choices -->"
+"""Where the table of `choices.yaml` stands in `CHOOSE`."""
 LINK = "../experiments/"
 MARK = "; stale"
 HEAD = """\
@@ -51,6 +54,11 @@ class Found(NamedTuple):
         """Return a link to the experiment's folder."""
         return f"[{self.folder.name}]({LINK}{self.folder.name})"
 
+    @property
+    def shown(self) -> str:
+        """Return the link with the experiment's weight, and whether its result is stale."""
+        return f"{self.link}, {self.weight}{MARK if self.stale else ''}"
+
 
 def findings(root: Path, experiments: Sequence[Path]) -> str:
     """Return the text of the page. Raises `ValueError` for an unreadable expected.json or result.json."""
@@ -59,7 +67,8 @@ def findings(root: Path, experiments: Sequence[Path]) -> str:
     others = [one for part in found for one in part.verdicts if not one.claim.on_page]
     parts = [f"{HEAD}\n{_counted(shown)}." + (f" The folders have more: {_counted(others)}." if others else "")]
     if (root / CHOOSE).is_file():
-        parts.append(_by_hand(root / CHOOSE))
+        known = {f"{part.folder.name}/{one.claim.id}": (one, part.shown) for part in found for one in part.verdicts}
+        parts.append(_by_hand(root / CHOOSE).replace(CHOICES, advice(root, known) if (root / FILE).is_file() else ""))
     parts.append(_weights(found))
     for paper in sorted({part.expected.paper for part in found}, key=lambda name: (name == OURS, name)):
         same = [part for part in found if part.expected.paper == paper]

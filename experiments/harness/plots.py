@@ -19,6 +19,18 @@ from experiments.harness.units import function
 COLORS = ("#4477aa", "#cc6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777", "#ee8866", "#332288", "#999933")
 MARKERS = "osD^vPX*<>x+1d"  # more markers than colours; reused colours get dashed lines
 COLUMNS = 3
+LABELS = {
+    "bits_per_byte": "held-out bits per byte",
+    "bits_per_dim": "bits per pixel",
+    "loss": "held-out loss in nats per token",
+    "perplexity": "perplexity per token",
+    "word_perplexity": "perplexity per word",
+    "ms": "milliseconds",
+    "peak_mib": "peak memory in MiB",
+    "state_bytes": "bytes of state",
+    "flops": "FLOPs",
+}
+"""Axis labels of columns; other columns have their names without underscores."""
 
 
 def draw(experiment: Path, recipe: Recipe, rows: Sequence[Row], file: Path) -> None:
@@ -40,6 +52,11 @@ def draw(experiment: Path, recipe: Recipe, rows: Sequence[Row], file: Path) -> N
 def known_columns(panels: Sequence[Panel]) -> set[str]:
     """Return the names of the columns that the panels use."""
     return {name for panel in panels for name in (panel.x, panel.y, panel.by, *panel.where) if name is not None}
+
+
+def label(column: str) -> str:
+    """Return a column's name in plain words."""
+    return LABELS.get(column, column.replace("_", " "))
 
 
 def draw_panels(figure: Figure, panels: Sequence[Panel], rows: Sequence[Row], width: int, height: int) -> None:
@@ -94,7 +111,8 @@ def draw_panel(axis: Axes, panel: Panel, rows: Sequence[Row], order: Sequence[An
         axis.set_xscale("log", base=2)
     if "y" in panel.log:
         axis.set_yscale("log")
-    axis.set(title=panel.title, xlabel=panel.xlabel or ("" if names else panel.x), ylabel=panel.ylabel or panel.y)
+    xlabel = panel.xlabel or ("" if names else label(panel.x))
+    axis.set(title=panel.title, xlabel=xlabel, ylabel=panel.ylabel or label(panel.y))
     axis.grid(alpha=0.3)
     if len(series) > 1:
         beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(series) > 6 else {}

@@ -26,6 +26,8 @@ class Arm(Config):
     """Seeds of this arm (None: the scale's)."""
     timed: bool = False
     """Run this arm when nothing else runs, because its times are measured."""
+    chooses: bool = True
+    """Choose a learning rate first, if the scale has rates; false for an arm that is only timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +109,8 @@ class Recipe(Config):
     `experiment.py`."""
     alone: bool = False
     """All arms are timed: one unit at a time, with all threads."""
+    reads: str | None = None
+    """Experiment whose result `run` reads: with --all it runs before this one, whose units are never kept."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of all units. A value `@NAME/...` is a path in the data set NAME."""
     arms: dict[str, Arm] = field(default_factory=dict)
@@ -134,7 +138,7 @@ class Recipe(Config):
             for arm in (*scale.arm_settings, *([scale.reference] if scale.reference else [])):
                 if arm not in arms:
                     raise ValueError(f"scales.{name} has no arm {arm!r}; {suggest(arm, arms)}")
-            _check_choose(f"scales.{name}.choose", scale.choose, self.kind)
+            _check_choose(f"scales.{name}.choose", scale.choose)
             if set(scale.budgets) != {"steps"} and scale.reference is None:
                 raise ValueError(f"scales.{name}.budgets {scale.budgets} need a reference, one of {', '.join(arms)}")
 
@@ -170,8 +174,8 @@ def read_recipe(folder: Path) -> Recipe:
     return Recipe.from_file(folder / FILE)
 
 
-def _check_choose(where: str, choose: Choose, kind: str) -> None:
-    """Raise `ValueError` for too few, equal or negative values, or a recipe whose code has to choose itself."""
+def _check_choose(where: str, choose: Choose) -> None:
+    """Raise `ValueError` for too few, equal or negative values."""
     for name, fewest, values in (
         ("lr", FEWEST_RATES, choose.lr),
         ("position_scale", FEWEST_SIZES, choose.position_scale),
@@ -182,5 +186,3 @@ def _check_choose(where: str, choose: Choose, kind: str) -> None:
         raise ValueError(f"{where}.position_scale needs lr: a size is chosen at the middle rate")
     if choose.tokens is not None and not (choose.lr and choose.tokens > 0):
         raise ValueError(f"{where}.tokens must be a positive number beside lr, got {choose.tokens}")
-    if choose.lr and kind != "train":
-        raise ValueError(f"{where} is for kind: train; code of kind: measure calls rates.choose")

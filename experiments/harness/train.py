@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -98,9 +99,12 @@ def train_unit(unit: Unit) -> list[Row]:
 
 def search_unit(unit: Unit) -> list[Row]:
     """Train for a third of the steps with each rate and size; return losses, infinite for a run that failed."""
+    own: Callable[[Unit], float] | None = function(Path(unit.experiment), "search")
 
     def loss(rate: float, size: float | None) -> float:
         settings = with_settings(unit.settings, rate, *([size] if unit.sizes else []))
+        if own is not None:
+            return own(replace(unit, settings=settings))
         whole = train_config(unit, settings)
         if whole.task not in ("language", "classify"):
             raise ValueError(
@@ -114,7 +118,7 @@ def search_unit(unit: Unit) -> list[Row]:
         every = 0 if whole.reads_text else steps  # of a text, the run's own evaluation reads all that is held out
         run = {"steps": steps, "save_every": steps, "eval_every": every, "eval_windows": 256, "folder": place}
         try:
-            result = _trained(train_config(unit, merged(settings, shorter), **run))
+            result = trained(train_config(unit, merged(settings, shorter), **run))
         except NonFiniteError:
             return math.inf
         found = _after(result, held_of(unit), unit.chosen_on) if result.config.reads_text else result.best_loss
@@ -153,7 +157,7 @@ def _trained_rows(unit: Unit) -> list[Row]:
         constant = merged(unit.settings, {"schedule": {"kind": "constant"}})
         falling = merged(unit.settings, {"schedule": {"kind": "wsd", "decay_fraction": DECAY}})
         if not fork.is_dir():  # otherwise the trunk may already be past this budget
-            _trained(train_config(unit, constant, steps=begin, save_every=begin))
+            trained(train_config(unit, constant, steps=begin, save_every=begin))
             _fork(trunk, fork)
         config = train_config(unit, falling, steps=steps, folder=str(fork), save_every=steps)
         done[steps] = _measured(unit, config, {name: steps})
@@ -169,7 +173,8 @@ def _fork(trunk: Path, fork: Path) -> None:
     draft.rename(fork)
 
 
-def _trained(config: TrainConfig) -> RunResult:
+def trained(config: TrainConfig) -> RunResult:
+    """Train to the end. Raises `InterruptedRunError` if the run was told to stop."""
     result = train(config)
     if result.interrupted or result.out_of_time:
         raise InterruptedRunError(f"{config.run.folder} stopped after step {result.steps} of {config.run.steps}")
@@ -179,7 +184,7 @@ def _trained(config: TrainConfig) -> RunResult:
 def _measured(unit: Unit, config: TrainConfig, budget: dict[str, int]) -> list[Row]:
     """Train for one budget and return its rows."""
     ((name, steps),) = budget.items()
-    result = _trained(config)
+    result = trained(config)
     row: Row = {"steps": steps, "parameters": result.parameters}
     if unit.timed:
         row["step_seconds"] = _step_seconds(result)

@@ -23,7 +23,7 @@ DONE, BEGUN = "unit.json", "begun.txt"
 ON_A_GPU = ("gpu", "paper")
 SINES = "sinusoidal"
 """The `position` of arms that choose the size of their sines."""
-MEASURES = ("run", "measure")
+MEASURES = ("run", "measure", "search")
 """Functions of `experiment.py` that produce rows; its other functions judge and draw them."""
 
 
@@ -60,6 +60,8 @@ class Unit:
     timed: bool = False
     """Run when nothing else runs."""
     threads: int = 1
+    reads: str | None = None
+    """Experiment whose result it reads."""
 
     @property
     def name(self) -> str:
@@ -84,9 +86,12 @@ def units_of(
 ) -> list[Unit]:
     """Return the units of a scale, ordered by seed so that early results cover all arms.
 
-    Timed units have `timed_threads` (None: `threads`). Raises `ValueError` or `FileNotFoundError` for missing data.
+    Timed units have `timed_threads` (None: `threads`). Raises `ValueError` or `FileNotFoundError` for missing data
+    or a missing `search`.
     """
     chosen, arms = recipe.scale(scale), recipe.arms_of(scale)
+    if chosen.choose.lr and recipe.kind == "measure" and function(experiment, "search") is None:
+        raise ValueError(f"scales.{scale}.choose needs a function search(unit) in {CODE}, because kind is measure")
 
     def plain(name: str) -> dict[str, Any]:
         return merged(recipe.settings, chosen.settings, arms[name].settings, chosen.arm_settings.get(name, {}))
@@ -101,7 +106,7 @@ def units_of(
             if seed not in (chosen.seeds if arm.seeds is None else arm.seeds):
                 continue
             settings = plain(name)
-            rates, sizes = chosen.choose.lr, chosen.choose.position_scale
+            rates, sizes = (chosen.choose.lr, chosen.choose.position_scale) if arm.chooses else ([], [])
             if settings.get("model", {}).get("position") != SINES:
                 sizes = []
             timed = (recipe.alone or arm.timed) and scale != "smoke"
@@ -119,6 +124,7 @@ def units_of(
                     settings=_with_paths(settings, data, paths),
                     folder=str(work / experiment.name / scale / f"{name.replace(' ', '-')}-{seed}"),
                     kind=recipe.kind,
+                    reads=recipe.reads,
                     identity=digest([trained, chosen.held.to_dict(), measuring]),
                     training=digest(trained),
                     reference=reference,
@@ -161,7 +167,7 @@ def code(experiment: Path) -> ModuleType | None:
 
 
 def measuring_code(experiment: Path) -> str:
-    """Return the source of `run`, `measure` and what they use in `experiment.py`, without docstrings and comments."""
+    """Return the source of `MEASURES` and what they use in `experiment.py`, without docstrings and comments."""
     file = experiment / CODE
     if not file.is_file():
         return ""
@@ -188,9 +194,9 @@ def function(experiment: Path, name: str) -> Callable[..., Any] | None:
 
 
 def kept(unit: Unit) -> dict[str, Any] | None:
-    """Return the saved outcome of the unit if its identity is unchanged, else None."""
+    """Return the saved outcome of the unit if its identity is unchanged, else None; None if it reads a result."""
     file = Path(unit.folder) / DONE
-    if not file.is_file():
+    if unit.reads or not file.is_file():
         return None
     try:
         found = read_json(file)

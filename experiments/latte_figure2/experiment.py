@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.memory import peak_bytes
+from benchmarks.operators import unfused_attention
 from experiments.harness.curves import crossover, means
 from experiments.harness.noise import FAILS, HOLDS
 from experiments.harness.units import Unit
@@ -24,7 +25,7 @@ from subquad.memory import keep_freed_memory
 from subquad.ops import block_attention, running_softmax
 from subquad.ops.patterns import Causal
 
-BASE, OURS = "attention, fused", "latte, chunked"
+BASE, PLAIN, OURS = "attention, fused", "attention, unfused", "latte, chunked"
 Calls = dict[tuple[str, int], Callable[[], Tensor]]
 
 
@@ -35,6 +36,7 @@ def operators(s: dict[str, Any], T: int) -> Calls:
     q, k, v = (torch.randn(s["batch"], H, T, D, device=device, dtype=dtype) for _ in range(3))
     calls: Calls = {
         (BASE, 0): lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        (PLAIN, 0): lambda: unfused_attention(q, k, v),
         ("attention, Rabe-Staats", 0): lambda: block_attention(q, k, v, Causal(), backend="sequential"),
     }
     for latents in s["latents"]:
@@ -100,19 +102,28 @@ def latents_of(rows: list[dict[str, Any]]) -> list[int]:
     return sorted({row["latents"] for row in rows} - {0})
 
 
-def claim_crossover(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """Find the length from which causal Latte beats fused causal attention, for each number of latents."""
-    found = {latents: mean(rows, OURS, latents) for latents in latents_of(rows)}
-    if not found:
+def faster(rows: list[dict[str, Any]], than: str) -> dict[int, dict[int, float]]:
+    """Return how many times as fast as a form of attention causal Latte is, by latents and length."""
+    base = mean(rows, than, 0, "ms")
+    return {n: {T: base[T] / ms for T, ms in mean(rows, OURS, n, "ms").items() if T in base} for n in latents_of(rows)}
+
+
+def claim_crossover(rows: list[dict[str, Any]], than: str = BASE) -> tuple[str, str] | None:
+    """Find the length from which causal Latte beats a form of attention, for each number of latents."""
+    found = faster(rows, than)
+    if not all(found.values()):
         return None
-    shown = "; ".join(f"L {latents}: {crossover(faster)}" for latents, faster in found.items())
-    return (HOLDS if all(faster[max(faster)] > 1 for faster in found.values()) else FAILS), shown
+    shown = "; ".join(f"L {latents}: {crossover(ratios)}" for latents, ratios in found.items())
+    return (HOLDS if all(ratios[max(ratios)] > 1 for ratios in found.values()) else FAILS), shown
+
+
+claim_crossover_unfused = partial(claim_crossover, than=PLAIN)
 
 
 def claim_beats_rabe_staats(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
     """Compare with Rabe and Staats's attention at every length and number of latents."""
-    base = mean(rows, "attention, Rabe-Staats", 0, "ms")
-    ratios = {(n, T): base[T] / ms for n in latents_of(rows) for T, ms in mean(rows, OURS, n, "ms").items()}
+    found = faster(rows, "attention, Rabe-Staats")
+    ratios = {(n, T): ratio for n, by_length in found.items() for T, ratio in by_length.items()}
     if not ratios:
         return None
     worst = min(ratios, key=lambda key: ratios[key])
@@ -121,16 +132,23 @@ def claim_beats_rabe_staats(rows: list[dict[str, Any]]) -> tuple[str, str] | Non
     return (HOLDS if ratios[worst] > 1 else FAILS), " to ".join(shown)
 
 
-def claim_linear(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """Check that times over the two longest lengths have exponents of 1 (Latte) and 2 (attention), within 0.25."""
+def claim_linear(rows: list[dict[str, Any]], name: str = "ms") -> tuple[str, str] | None:
+    """Check that a column's exponents over the longest lengths are 1 (Latte) and 2 (attention), within 0.25."""
+    attention = {PLAIN, BASE} if name == "ms" else {PLAIN}
+    if not attention <= {row["form"] for row in rows}:
+        return None
     shown, holds = [], True
-    for form, latents, order in ((OURS, min(latents_of(rows)), 1), (OURS, max(latents_of(rows)), 1), (BASE, 0, 2)):
-        ms = mean(rows, form, latents, "ms")
-        a, b = sorted(ms)[-2:]
-        slope = math.log(ms[b] / ms[a]) / math.log(b / a)
-        shown.append(f"{form}{f', L {latents}' if latents else ''}: T^{slope:.2f}")
+    orders = [(OURS, min(latents_of(rows)), 1), (OURS, max(latents_of(rows)), 1)]
+    for form, latents, order in orders + [(form, 0, 2) for form in sorted(attention)]:
+        values = mean(rows, form, latents, name)
+        a, b = sorted(values)[-2:]
+        slope = math.log(values[b] / values[a]) / math.log(b / a)
+        shown.append(f"{form}{f', L {latents}' if latents else ''}: T^{slope:.2f} ({a:,} to {b:,})")
         holds = holds and abs(slope - order) <= 0.25
-    return (HOLDS if holds else FAILS), "; ".join(shown) + f" ({a:,} to {b:,})"
+    return (HOLDS if holds else FAILS), "; ".join(shown)
+
+
+claim_memory = partial(claim_linear, name="peak_mib")
 
 
 def claim_naive_memory(rows: list[dict[str, Any]]) -> tuple[str, str] | None:

@@ -1,6 +1,6 @@
 """MNIST pixel by pixel: speed of drawing images, and quality of completing occluded ones.
 
-Shape letters: N images, H rows, W columns, T bytes of an image.
+Shape letters: N images, H rows, W columns, B batch, T bytes of an image.
 """
 
 import math
@@ -12,39 +12,128 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
-from experiments.harness.noise import EXACT, Difference, Row, pooled, select
-from experiments.harness.train import train_unit
+from experiments.harness.measure import in_blocks
+from experiments.harness.noise import Difference, Row, pooled, select
+from experiments.harness.rates import SHARE
+from experiments.harness.recipe import merged
+from experiments.harness.train import train_config, trained
 from experiments.harness.units import Unit
+from subquad.config import digest
 from subquad.data import load_images
+from subquad.data.images import ImageSet
 from subquad.data.occlusion import occlusion
-from subquad.evaluation import evaluate_images
-from subquad.evaluation.images import Reader, train_reader
+from subquad.evaluation.images import train_reader
 from subquad.generation.images import complete_images, generate_images
-from subquad.hf import SubquadForImages
+from subquad.inference import inference
 from subquad.memory import keep_freed_memory
 from subquad.models.image import ImageModel
+from subquad.training import TrainConfig
+from subquad.training.errors import NonFiniteError
+from subquad.training.tasks import prepare_task
 
 REPORT = {"linear": {100: 33.45, 200: 67.46, 300: 76.46}, "full": {100: 367.91, 200: 811.99, 300: 1248.15}}
 
 
 def run(unit: Unit) -> list[Row]:
-    """Train, and measure bits, drawing and completions."""
-    given = {name: value for name, value in unit.settings.items() if name != "drawing"}
-    drawing = unit.settings["drawing"]
-    if given["image"]["path"] is None:
-        given["image"] = {**given["image"], "path": str(toy_images(Path(unit.folder) / "toy.npz"))}
-    rows: list[Row] = [{"what": "bits", **row} for row in train_unit(replace(unit, settings=given))]
-    model = SubquadForImages.from_pretrained(f"{unit.folder}/run").model.eval()
-    model = model.to(unit.device)
+    """Time an untrained model if the arm has settings of drawing, else train one and measure its quality."""
+    config = config_of(unit)
+    if "drawing" not in unit.settings:
+        return measured(trained(config).model.model, config, unit.settings["completions"])
     keep_freed_memory()
+    model = prepare_task(config, None).new_model().model.to(unit.device)
+    return timed(model, config, unit.settings["drawing"])
+
+
+def search(unit: Unit) -> float:
+    """Return the bits per dimension after a third of the steps, of test images that the result doesn't use."""
+    config = config_of(unit)
+    steps, shorter = max(1, config.run.steps // SHARE), {"warmup": config.schedule.warmup // SHARE}
+    part = replace(unit, settings=merged(unit.settings, {"schedule": shorter}))
+    place = f"{unit.folder}/rate-{config.optimizer.lr:g}"
+    try:
+        result = trained(config_of(part, steps=steps, save_every=steps, folder=place))
+    except NonFiniteError:
+        return math.inf
+    images = load_images(str(config.image.path))["test"]
+    pixels_NT = images.flat[places(images, config.image.test_images, between=True)]
+    return bits(result.model.model, pixels_NT).nan_to_num(math.inf).mean().item()
+
+
+def config_of(unit: Unit, **run: Any) -> TrainConfig:
+    """Return the configuration of the unit's training; without a path it draws made-up images."""
+    given = {name: value for name, value in unit.settings.items() if name not in ("drawing", "completions")}
+    if given["image"]["path"] is None:
+        given = merged(given, {"image": {"path": str(toy_images(Path(unit.folder) / "toy.npz"))}})
+    return train_config(unit, given, **run)
+
+
+def places(images: ImageSet, count: int, *, between: bool = False) -> np.ndarray:
+    """Return the numbers of evenly spaced images, or of those halfway `between` them."""
+    return (2 * np.arange(count) + between) * len(images.pixels) // (2 * count)
+
+
+def bits(model: ImageModel, pixels_NT: Tensor) -> Tensor:
+    """Return the bits `[N, T]` that the model needs for each byte."""
+    device = next(model.parameters()).device
+    with inference(model):
+        parts = [model.log_prob(part_BT.long().to(device)).double().cpu() for part_BT in pixels_NT.split(16)]
+    return torch.cat(parts) / -math.log(2)
+
+
+def measured(model: ImageModel, config: TrainConfig, count: int) -> list[Row]:
+    """Return the bits of test images, and the quality of `count` completions."""
+    sets = load_images(str(config.image.path), labels=True)
+    pixels_NT = sets["test"].flat[places(sets["test"], config.image.test_images)]
+    bits_N = bits(model, pixels_NT).mean(1)
+    share_V = pixels_NT.flatten().long().bincount().double() / pixels_NT.numel()
+    row: Row = {"what": "bits", "steps": config.run.steps, "bits_per_dim": bits_N.mean().item()}
+    row["constant"] = torch.special.entr(share_V).sum().item() / math.log(2)
+    row |= {"text": digest(pixels_NT.tolist())[:8], **in_blocks("bits_per_dim", bits_N.numpy())}
+    return [row, completions(model, sets, count)]
+
+
+def completions(model: ImageModel, sets: dict[str, ImageSet], count: int) -> Row:
+    """Return the bits of the lower halves of test images, and what a small classifier reads of their completions."""
+    images, chosen_N = sets["test"], places(sets["test"], count)
+    assert images.labels is not None
+    pixels_NT, labels_N = images.flat[chosen_N], torch.from_numpy(images.labels[chosen_N])
+    occluded_T, reader = lower_half(images), train_reader(sets["train"])
+    made_NT = complete_images(model, pixels_NT, occluded_T, batch_size=100).pixels_NT
+    row: Row = {"what": "completion", "images": count, "text": digest(pixels_NT.tolist())[:8]}
+    row["read_originals"] = 100 * reader.accuracy(pixels_NT, labels_N)
+    row["read_black"] = 100 * reader.accuracy(pixels_NT.masked_fill(occluded_T, 0), labels_N)
+    read_N = 100.0 * reader.labels(made_NT).eq(labels_N).double()
+    occluded_N = bits(model, pixels_NT)[:, occluded_T].mean(1)
+    for name, value_N in {"read": read_N, "occluded_bits": occluded_N}.items():
+        row |= {name: value_N.mean().item(), **in_blocks(name, value_N.numpy())}
+    return row
+
+
+def lower_half(images: ImageSet) -> Tensor:
+    """Return a mask `[T]` of the bytes in the lower half of an image."""
+    height, width, channels = images.shape
+    return torch.from_numpy(occlusion("bottom:0.5", height, width, seed=0).flatten()).repeat_interleave(channels)
+
+
+def timed(model: ImageModel, config: TrainConfig, drawing: dict[str, Any]) -> list[Row]:
+    """Time the drawing of images, with a state or cache and without, and the completion of lower halves."""
     generate_images(model, 1)
     ways = [("state carried", True, drawing["images"], drawing["repeats"])]
     if any(block.attention.state_grows for block in model.blocks()):
         ways = [("cache", True, drawing["images"], drawing["repeats"]), ("no cache", False, drawing["no_cache"], 1)]
-    for way, cache, counts, repeats in ways:
-        rows += [drawn(model, way, count, cache) for _ in range(repeats) for count in counts]
-    return rows + completions(model, given["image"]["path"], drawing["completions"])
+    rows = [
+        drawn(model, way, count, cache)
+        for way, cache, counts, repeats in ways
+        for _ in range(repeats)
+        for count in counts
+    ]
+    images, count = load_images(str(config.image.path))["test"], drawing["images"][0]
+    for _ in range(drawing["repeats"]):
+        made = complete_images(model, images.flat[places(images, count)], lower_half(images), batch_size=count)
+        rows.append({"what": "completing", "images": count, "images_per_second": count / made.seconds})
+    return rows
 
 
 def drawn(model: ImageModel, way: str, count: int, cache: bool) -> Row:
@@ -52,35 +141,6 @@ def drawn(model: ImageModel, way: str, count: int, cache: bool) -> Row:
     found = generate_images(model, count, batch_size=count, cache=cache)
     speed = {"seconds": found.seconds, "images_per_second": count / found.seconds}
     return {"what": "drawing", "way": way, "images": count, **speed, "state_bytes": found.state_bytes}
-
-
-def completions(model: ImageModel, path: str, count: int) -> list[Row]:
-    """Complete held-out images without their lower half, in three parts, whose spread is the noise."""
-    sets = load_images(path, labels=True)
-    images, size = sets["test"], len(sets["test"].pixels)
-    height, width, channels = images.shape
-    mask_HW = occlusion("bottom:0.5", height, width, seed=0)
-    occluded_T = torch.from_numpy(mask_HW.flatten()).repeat_interleave(channels)
-    reader = train_reader(sets["train"])
-    chosen_N = np.arange(3 * count) * size // (3 * count)
-    return [completed(model, reader, images, chosen_N[part::3], occluded_T) for part in range(3)]
-
-
-def completed(model: ImageModel, reader: Reader, images: Any, chosen_N: np.ndarray, occluded_T: torch.Tensor) -> Row:
-    """Return the bits of the occluded pixels, a small classifier's accuracy on the completions, and their speed."""
-    pixels_NT = torch.from_numpy(images.pixels[chosen_N].reshape(len(chosen_N), -1))
-    labels_N = torch.from_numpy(images.labels[chosen_N])
-    bits = evaluate_images(model, pixels_NT, occluded_T=occluded_T, batch_size=16)
-    made = complete_images(model, pixels_NT, occluded_T, batch_size=100)
-    return {
-        "what": "completion",
-        "images": len(chosen_N),
-        "occluded_bits": bits.occluded_bits_per_dim,
-        "read": 100 * reader.accuracy(made.pixels_NT, labels_N),
-        "read_originals": 100 * reader.accuracy(pixels_NT, labels_N),
-        "read_black": 100 * reader.accuracy(pixels_NT.masked_fill(occluded_T, 0), labels_N),
-        "images_per_second": len(chosen_N) / made.seconds,
-    }
 
 
 def toy_images(file: Path) -> Path:
@@ -96,17 +156,6 @@ def toy_images(file: Path) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     np.savez(file, **made)  # type: ignore[arg-type]
     return file
-
-
-def claim_bits(rows: list[Row]) -> tuple[list[Difference], str] | None:
-    """Check that softmax needs fewer bits, with the noise over images, treated as independent for the two models."""
-    linear, full = (select(rows, {"what": "bits", "attention": name}) for name in ("linear", "full"))
-    if not linear or not full:
-        return None
-    a, b = (statistics.mean(row["bits_per_dim"] for row in side) for side in (full, linear))
-    error = math.hypot(*(max(row["error"] for row in side) for side in (full, linear)))
-    found = Difference(b - a, error, EXACT, len({row["seed"] for row in full}), complete=True)
-    return [found], f"{a:.3f} against {b:.3f} ({a - b:+.3f} ± {error:.3f} over images)"
 
 
 def claim_faster_than_no_cache(rows: list[Row]) -> tuple[str, str] | None:

@@ -27,7 +27,7 @@ def measure(result: RunResult, unit: Unit) -> Row:
     text = corpus.held_out_text()[-BYTES if held_of(unit).tokens else 0 :]
     spelled = [corpus.tokenizer.id_to_token(token) for token in range(vocabulary)]  # a character for each byte
     size_V = np.array(
-        [0 if token == separator_id(corpus.tokenizer) else len(spelled[token]) for token in range(vocabulary)]
+        [0 if token == separator_id(corpus.tokenizer) else len(spelled[token] or "") for token in range(vocabulary)]
     )
     tokens_N = np.asarray(corpus.held_out.tokens, dtype=np.int64)
     tokens_N = tokens_N[size_V[tokens_N][::-1].cumsum()[::-1] <= len(text)]

@@ -70,6 +70,7 @@ def test_a_file_holds_one_mechanism_named_as_itself(name):
     assert mechanism(name).__name__ == "".join(part.title() for part in name.split("_"))
 
 
+@functools.cache
 def contracts_of(name):
     """Return instances of the contract tests in the mechanism's test file."""
     path = TESTS / f"test_{name}.py"

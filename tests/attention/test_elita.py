@@ -21,7 +21,7 @@ class TestElita(AttentionContract):
 class TestElitaOnTheDiagonal(AttentionContract):
     """The README's Intuition: a running softmax of the tokens before, not the fused gate."""
 
-    judged_together = 3
+    judged_together = 6
 
     name = "elita"
     options = {"horizon": 40, "self_term": "diagonal"}

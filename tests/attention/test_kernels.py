@@ -11,7 +11,7 @@ from subquad.testing import assert_in_budget, with_gradients
 WITHOUT_KERNELS = {"bigbird", "dilated", "strided"}
 # With few global tokens, gradients are near zero and leave no budget.
 OPTIONS = {"longformer": {"num_global": 8, "width": 8}, "window": {"width": 8}, "llp": {"segment": 8}}
-JUDGED_TOGETHER = {"kda": 6, "mamba2": 2}
+JUDGED_TOGETHER = {"gated_delta_net": 6, "kda": 6, "mamba2": 2}
 """Inputs whose errors are judged together in float32: of one, the plain form's few gradients of a head may be lucky."""
 ENGINES = ["full", "latte", "linear"]
 """Block attention, running softmax and scan: the others give the kernels no other roundings in half precision."""

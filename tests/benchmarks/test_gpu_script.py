@@ -33,6 +33,7 @@ def run(*command, **environment):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_that_the_gpu_machine_may_lack(tmp_path):
     """The measuring steps run with only the packages that benchmarks/gpu.py names."""
     code = f"""

@@ -12,7 +12,7 @@ from benchmarks import ops
 from benchmarks import peers as _peers
 from benchmarks.config import LayersConfig, OpsConfig
 from benchmarks.layers import measure_layers
-from benchmarks.operators import ENGINES, PASSES, Engine, Operator, Shape, our_cases, sdpa, segments, window
+from benchmarks.operators import ENGINES, PASSES, Engine, Operator, Shape, our_cases, sdpa, segments, unfused, window
 from benchmarks.ops import measure_ops
 from benchmarks.peers import Peer
 from benchmarks.report import Report
@@ -216,6 +216,7 @@ def test_the_base_is_full_attention():
     ours, theirs = our_cases(["full"], [None])[0].make(shape()), sdpa().make(shape())
     inputs = [x.detach().double() for x in ours.inputs]
     assert_same_maths(ours.call(*inputs), theirs.call(*inputs))
+    assert_same_maths(unfused().make(shape()).call(*inputs), theirs.call(*inputs))
 
 
 @pytest.mark.parametrize(("which", "expected"), [("forward", 4), ("backward", 7), ("forward_backward", 11)])

@@ -77,6 +77,21 @@ def test_a_result_is_kept_compared_and_reported_again_without_running(experiment
     assert page.index("What to choose") < page.index("## A paper") < page.index("What is wrong")
 
 
+def test_advice_has_the_figures_of_its_claims(experiments):
+    folder, file = experiments / "measured", experiments / "choices.yaml"
+    assert measure() == 0
+    (experiments / "choose.md").write_text("## Advice\n\n<!-- choices -->\n")
+    advice = {"need": "more", "choose": "two", "unless": "one"}
+    file.write_text(json.dumps({"choices": [{**advice, "claims": ["measured/more"]}, advice]}))
+    figures = "two is more than one: 8.5 against 4.5 (+4, +0.958 to +7.04); for the claim, **indication**"
+    page = findings(experiments, [folder])
+    assert f"| more | two | {figures} ([measured](../experiments/measured), medium) | one |" in page
+    assert "| more | two | untested | one |" in page
+    file.write_text(json.dumps({"choices": [{**advice, "claims": ["measured/mor"]}]}))
+    with pytest.raises(ValueError, match=r"choices\.yaml, 'more': unknown claim 'measured/mor'; "):
+        findings(experiments, [folder])
+
+
 def test_results_of_an_earlier_library_are_marked_and_listed(experiments, capsys):
     folder = experiments / "measured"
     assert measure() == 0
@@ -108,6 +123,14 @@ def test_smoke_leaves_the_folder_as_it_is_and_starts_afresh(experiments, capsys)
     assert Path("w/trained/smoke/plot.png").is_file()
     assert measure("--scale", "smoke", "--work", "w") == 0
     assert "2 of 2" in capsys.readouterr().err
+
+
+def test_an_experiment_that_reads_a_result_runs_after_it_and_every_time(experiments, capsys):
+    change(experiments / "measured", reads="trained", scales={"cpu": {}})
+    change(experiments / "trained", scales={"cpu": {"held": {"tokens": 64, "stride": 4}}}, arms={"full": {}})
+    for told in ("trained, 1 of 1", "measured, 1 of 2"):
+        assert run("--all", "--processes", "1", "--work", "w") == 0
+        assert capsys.readouterr().err.startswith(told)
 
 
 def test_done_units_run_again_only_if_they_changed_and_a_failed_one_is_reported(experiments, capsys):

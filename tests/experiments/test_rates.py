@@ -14,10 +14,11 @@ from experiments.harness.rates import SEED, choose, searches_of, with_choice, wi
 from experiments.harness.rates import searched as search
 from experiments.harness.recipe import Recipe, merged
 from experiments.harness.result import read_result
+from experiments.harness.runner import work
 from subquad.data import prepare
 from subquad.training import TrainConfig
 from subquad.training.progress import read_metrics
-from tests.experiments.helpers import change, planned
+from tests.experiments.helpers import CODE, change, planned
 
 RATES = [1e-4, 1e-2, 1e30]
 SCALE = {"seeds": [0, 1], "held": {"tokens": 64}, "choose": {"lr": RATES}}
@@ -159,15 +160,31 @@ def test_what_cannot_be_searched_is_refused(experiments):
         harness.search_unit(search)
     with pytest.raises(ValueError, match="rates are for the tasks language and classify, got probe"):
         harness.search_unit(other_task(experiments, task="probe", batch={"length": 32}))
-    for kind, given, message in (
-        ("train", {"lr": [0.1, 0.2]}, r"choose\.lr must be at least 3 different positive numbers, got"),
-        ("train", {"lr": [0.1, 0.2, 0.1]}, r"choose\.lr must be at least 3 different positive numbers, got"),
-        ("train", {"lr": [0.1, 0.2, 0]}, r"choose\.lr must be at least 3 different positive numbers, got"),
-        ("train", {"lr": RATES, "position_scale": [1.0]}, r"choose\.position_scale must be at least 2 different"),
-        ("train", {"position_scale": [None, 1.0]}, "position_scale needs lr: a size is chosen at the middle rate"),
-        ("train", {"tokens": 9}, r"choose\.tokens must be a positive number beside lr, got 9"),
-        ("train", {"lr": RATES, "tokens": 0}, r"choose\.tokens must be a positive number beside lr, got 0"),
-        ("measure", {"lr": RATES}, "choose is for kind: train"),
+    for given, message in (
+        ({"lr": [0.1, 0.2]}, r"choose\.lr must be at least 3 different positive numbers, got"),
+        ({"lr": [0.1, 0.2, 0.1]}, r"choose\.lr must be at least 3 different positive numbers, got"),
+        ({"lr": [0.1, 0.2, 0]}, r"choose\.lr must be at least 3 different positive numbers, got"),
+        ({"lr": RATES, "position_scale": [1.0]}, r"choose\.position_scale must be at least 2 different"),
+        ({"position_scale": [None, 1.0]}, "position_scale needs lr: a size is chosen at the middle rate"),
+        ({"tokens": 9}, r"choose\.tokens must be a positive number beside lr, got 9"),
+        ({"lr": RATES, "tokens": 0}, r"choose\.tokens must be a positive number beside lr, got 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            Recipe.from_dict({"kind": kind, "arms": {"a": {}}, "scales": {"cpu": {"choose": given}}})
+            Recipe.from_dict({"arms": {"a": {}}, "scales": {"cpu": {"choose": given}}})
+
+
+def test_an_experiment_that_trains_itself_searches_itself(experiments):
+    folder, code = (
+        experiments / "measured",
+        "\ndef search(unit):\n    return abs(unit.settings['optimizer']['lr'] - 2) + unit.seed",
+    )
+    change(folder, scales={"cpu": {"choose": {"lr": [1, 2, 3]}}})
+    with pytest.raises(ValueError, match=r"scales\.cpu\.choose needs a function search\(unit\) in experiment\.py"):
+        planned(folder)
+    (folder / "experiment.py").write_text(CODE + code)
+    before = searches_of(planned(folder))[0]
+    assert [(row["lr"], row["loss"]) for row in work(before)["rows"]] == [(2, SEED), (1, SEED + 1), (3, SEED + 1)]
+    rows = work(planned(folder)[0])["rows"]
+    assert {(row["lr"], row["lr_tried"]) for row in rows} == {(2, "1: 1,001; 2: 1,000; 3: 1,001")}
+    (folder / "experiment.py").write_text(CODE + code + " ** 2")
+    assert searches_of(planned(folder))[0].identity != before.identity

@@ -262,7 +262,8 @@ def test_the_scores_are_those_of_the_papers_table(form, layers, heads, h):
 
 
 @pytest.mark.parametrize(("form", "tokens", "fields"), [
-    ("cross", 1, LATER), ("compressed", 110, {}), ("compressed-late", 110, {}), *((form, 200, LATER) for form in FORMS),
+    ("cross", 1, LATER), ("compressed", 110, {}), ("segments", 200, LATER), ("self", 200, LATER),
+    *(pytest.param(form, 200, LATER, marks=pytest.mark.slow) for form in ("cross", "compressed", "compressed-late")),
     *(pytest.param(form, n, {}, marks=pytest.mark.slow) for form in FORMS for n in (0, 1, 90, 110, 700)),
 ])  # fmt: skip
 def test_the_cost_is_what_torch_counts(form, tokens, fields):

@@ -16,7 +16,7 @@ def test_every_causal_mechanism_has_a_case():
 
 @pytest.mark.parametrize("compare", [cases.a_layer, cases.a_volume])
 @pytest.mark.parametrize("case", cases.MECHANISMS)
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(ranks=st.integers(1, 6), tokens=st.integers(1, 9))
 def test_a_layer_is_the_same_on_any_number_of_ranks_and_sends_the_bytes_of_its_formula(compare, case, ranks, tokens):
     on_ranks(ranks, lambda group: compare(group, case, tokens))

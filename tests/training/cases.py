@@ -50,16 +50,13 @@ ONE, TWO, SHARD = {"batch.size": 1}, {"batch.size": 2}, {"parallel.shard": True}
 SHARDED = {**ONE, **SHARD, "batch.accumulation": 2}
 
 
-def fork(world, work, *given, seconds=500.0):
-    """Run `work(rank, *given)` in `world` processes that know each other like torchrun's; return the exit statuses.
-
-    0: well, 1: an exception, which is printed, -9: killed, by itself or because it took longer than `seconds`.
-    """
+def begin(world, work, *given):
+    """Start `work(rank, *given)` in `world` processes that know each other like torchrun's, and return them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
 
-    def begin(rank):
+    def run_rank(rank):
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
         faulthandler.enable()  # a crash of native code says where each thread was
@@ -67,10 +64,24 @@ def fork(world, work, *given, seconds=500.0):
         leave()
 
     gc.freeze()  # what is imported here is not collected, and so not copied, in every fork
-    processes = [multiprocessing.get_context("fork").Process(target=begin, args=(rank,)) for rank in range(world)]
-    end = time.monotonic() + seconds
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=run_rank, args=(rank,)) for rank in range(world)]
     for process in processes:
         process.start()
+    return processes
+
+
+def fork(world, work, *given, seconds=500.0):
+    """Run `work(rank, *given)` in `world` processes to their end; return the exit statuses."""
+    return ended(begin(world, work, *given), seconds)
+
+
+def ended(processes, seconds):
+    """Return the exit statuses of processes.
+
+    0: well, 1: an exception, which is printed, -9: killed, by itself or because it took longer than `seconds`.
+    """
+    end = time.monotonic() + seconds
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))
         process.kill()
@@ -275,10 +286,11 @@ def together(rank, folder):
 
 def quick(folder):
     tell(folder, "quick", [fork(1, alone, folder), fork(2, together, folder)])
+    waiting = [begin(3, lost, folder, how) for how in ("dies", "hangs")]  # for seconds, of which they compute little
     resharding(folder)
     restarted(folder)
-    for how in ("dies", "hangs"):
-        fork(3, lost, folder, how, seconds=60)
+    for processes in waiting:
+        ended(processes, 60)
 
 
 HALVES = {"parallel.context": 2}

@@ -2,7 +2,8 @@
 
 A process of its own, since a process either compiles kernels or interprets them. `python compile_for.py
 90:quick:gated_scan 80:bfloat16:running_softmax` prints what it compiled: architecture, cases and family.
-`python compile_for.py all benchmarks/results/compiled.json` writes the numbers of docs/gpu.md.
+`python compile_for.py all benchmarks/results/compiled.json` writes the numbers of docs/gpu.md; names of families after
+the file renew the rows of these alone.
 """
 
 import json
@@ -11,8 +12,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -222,24 +224,44 @@ def compile_for(arch, which, family):
     return {"limit": CARDS[arch].shared, **found}
 
 
-def rows():
-    """Yield what docs/gpu.md shows, heads of as many key as value channels, one line a kernel and case."""
-    for family, which, arch in product(ALL, DTYPES, CARDS):
-        found = {}
-        for kernel in compile_for(arch, which, family)["kernels"]:
-            channels = kernel.get("K", kernel.get("L", kernel["V"]))
-            if channels in ("64", "128", "256", "512") and kernel["V"] in (channels, "64"):
-                numbers = [kernel[name] for name in ("shared", "registers", "stack")]
-                case = found.setdefault((kernel["kernel"], int(channels)), numbers)
-                case[:] = map(max, case, numbers)  # of all decays and patterns
-        yield from ([family, *case, which, f"sm_{arch}", *numbers] for case, numbers in found.items())
+SHOWN = {64, 128, 256, 512}
+
+
+def is_shown(call):
+    """Say whether docs/gpu.md has the sizes: as many key as value channels, or 64 value channels."""
+    sizes = call.keywords
+    channels = sizes.get("K", sizes.get("L", sizes["V"]))
+    return channels in SHOWN and sizes["V"] in (channels, 64)
+
+
+def rows(family, which, arch):
+    """Return what docs/gpu.md shows of a family in a dtype on a card: a row for each kernel and size."""
+    ALL[family] = list(filter(is_shown, ALL[family]))
+    found = {}
+    for kernel in compile_for(arch, which, family)["kernels"]:
+        channels = int(kernel.get("K", kernel.get("L", kernel["V"])))
+        numbers = [kernel[name] for name in ("shared", "registers", "stack")]
+        case = found.setdefault((kernel["kernel"], channels), numbers)
+        case[:] = map(max, case, numbers)  # of all decays and patterns
+    return [[family, *case, which, f"sm_{arch}", *numbers] for case, numbers in found.items()]
+
+
+def write_all(path, *families):
+    """Compile the families in two processes, and write their rows in place of those that the file has of them."""
+    head = {"triton": triton.__version__, "limits": {f"sm_{arch}": card.shared for arch, card in CARDS.items()}}
+    found = json.loads(path.read_text())["rows"] if path.exists() else []
+    kept = {family: [row for row in found if row[0] == family] for family in ALL}
+    with ProcessPoolExecutor(2) as pool:
+        for family in families or ALL:
+            cases = zip(*product([family], DTYPES, CARDS), strict=True)
+            kept[family] = list(chain.from_iterable(pool.map(rows, *cases)))
+            lines = ",\n".join(json.dumps(row) for name in kept for row in kept[name])
+            path.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
 
 
 def main(*specs):
     if specs[0] == "all":
-        head = {"triton": triton.__version__, "limits": {f"sm_{arch}": card.shared for arch, card in CARDS.items()}}
-        lines = ",\n".join(map(json.dumps, rows()))
-        Path(specs[1]).write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
+        write_all(Path(specs[1]), *specs[2:])
         return
     parts = {spec: spec.split(":") for spec in specs}
     print(json.dumps({spec: compile_for(int(arch), which, family) for spec, (arch, which, family) in parts.items()}))

@@ -10,12 +10,18 @@ import pytest
 
 STACK = 1024
 """Bytes a thread that registers may spill, where `NAMED` has no reason for more."""
-WIDE = "1.4 KiB for 256 key channels in float32 without tensor cores: a program holds all of them"
-NAMED = {(kernel, arch): WIDE for kernel in ("walk_kernel", "walk_back_kernel") for arch in (80, 86, 89, 90)}
-"""Reasons, by kernel and architecture."""
+WIDE = "a program holds all key channels, without tensor cores in float32"
+NAMED = {
+    ("walk_kernel", "256", "float32"): WIDE, ("walk_back_kernel", "256", "float32"): WIDE,
+    ("walk_back_kernel", "128", "float32"): WIDE, ("walk_kernel", "256", "float16"): WIDE,
+}  # fmt: skip
+"""Reasons, by kernel, key channels and dtype: at most 2.4 KiB (docs/gpu.md)."""
 FAMILIES = ("gated_scan", "delta_scan", "running_softmax", "gated_mean", "block_attention")
 DTYPES = ("bfloat16", "float16", "float32", "tf32")
 CARDS = (80, 86, 89, 90)
+SOON = "90:quick:gated_mean"
+"""Compiled in `make test` too, in seconds: the compiler and what it says can be read."""
+LATER = [f"90:quick:{family}" for family in FAMILIES if family not in SOON] + ["86:quick:block_attention"]
 
 
 def compiled(*specs):
@@ -26,20 +32,21 @@ def compiled(*specs):
     assert done.returncode == 0, done.stderr
     reports = json.loads(done.stdout)
     for spec in specs:
-        arch = int(spec.partition(":")[0])
+        _, dtype, _ = spec.split(":")
         assert len(reports[spec]["kernels"]) > 2, spec
         for kernel in reports[spec]["kernels"]:
             assert kernel["shared"] <= reports[spec]["limit"], (spec, kernel)
-            assert kernel["stack"] <= STACK or (kernel["kernel"], arch) in NAMED, (spec, kernel)
+            named = kernel["kernel"], kernel.get("K"), dtype
+            assert kernel["stack"] <= STACK or named in NAMED, (spec, kernel)
     return reports
 
 
-def test_kernels_fit_and_compile_once_whatever_the_length():
-    hopper = [f"90:quick:{family}" for family in FAMILIES]
-    for spec, report in compiled(*hopper, "86:quick:block_attention").items():
-        assert len(report["compiled again"]) == 20
-        again = {tokens: count for tokens, count in report["compiled again"].items() if count}
-        assert not again, f"how many kernels of {spec} were compiled again, by length: {again}"
+@pytest.mark.parametrize("spec", [SOON, *(pytest.param(spec, marks=pytest.mark.slow) for spec in LATER)])
+def test_kernels_fit_and_compile_once_whatever_the_length(spec):
+    report = compiled(spec)[spec]
+    assert len(report["compiled again"]) == 20
+    again = {tokens: count for tokens, count in report["compiled again"].items() if count}
+    assert not again, f"how many kernels of {spec} were compiled again, by length: {again}"
 
 
 @pytest.mark.slow

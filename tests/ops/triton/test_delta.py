@@ -87,7 +87,7 @@ def test_equal_keys_are_solved_by_substitution(beta, dtype):
     assert_all_in_budget(*(differentiated(lambda *x, f=f: f(*x)[:1], x) for f, x in calls), dtype)
 
 
-@thinned(2, dtype=LOW_PRECISION, kind=("head", "channel"))
+@thinned(3, dtype=LOW_PRECISION, kind=("head", "channel"))
 def test_strong_decays(kind, dtype):
     """Logarithms of decays from -1e-3 to -1e4 side by side, and some that forget all."""
     (*inputs, log_f), state = make(kind, 70, dtype)

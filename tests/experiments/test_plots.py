@@ -1,0 +1,21 @@
+"""Panels: axes in plain words."""
+
+import pytest
+from matplotlib.figure import Figure
+
+from experiments.harness.plots import draw_panel
+from experiments.harness.recipe import Panel
+
+
+@pytest.mark.parametrize(
+    ("panel", "labels"),
+    [
+        (Panel(x="tokens_read", y="word_perplexity"), ("tokens read", "perplexity per word")),
+        (Panel(x="arm", y="bits_per_byte"), ("", "held-out bits per byte")),
+        (Panel(x="tokens_read", y="word_perplexity", xlabel="T", ylabel="PPL"), ("T", "PPL")),
+    ],
+)
+def test_an_axis_has_the_label_of_its_panel_or_its_column_in_plain_words(panel, labels):
+    axis = Figure().subplots()
+    draw_panel(axis, panel, [{"arm": "a", "tokens_read": 2, "word_perplexity": 3.0, "bits_per_byte": 1.0}])
+    assert (axis.get_xlabel(), axis.get_ylabel()) == labels
