@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
-
 import numpy as np
 
 from experiments.harness.noise import Difference, Row, gain, pooled, select
@@ -16,16 +14,14 @@ COUNTED, PRIOR = 3_000_000, 2.0
 
 
 def measure(result: RunResult, unit: Unit) -> Row:
-    """Return nats per token of bigram counts, bits per byte of gzip -9, and bytes of state after a training window."""
+    """Return nats per token of bigram counts, and bytes of state after a training window."""
     corpus = result.corpus
     assert isinstance(corpus, Corpus)
     held_N = np.asarray(corpus.held_out.tokens[: (unit.held or {})["tokens"]], dtype=np.int64)
     train_N = np.asarray(corpus.train.tokens[:COUNTED], dtype=np.int64)
-    text = corpus.tokenizer.decode(held_N.tolist()).encode()
     layers = [block.attention for block in result.model.model.blocks()]
     return {
         "bigram": bigram(train_N, held_N, corpus.train.vocab_size),
-        "gzip": 8 * len(zlib.compress(text, 9)) / len(text),
         "state_bytes": sum(layer.state_bytes(result.config.batch.length) for layer in layers),
     }
 

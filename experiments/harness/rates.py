@@ -4,9 +4,9 @@ Short runs have a seed of their own and are measured on data that the result nev
 each rate (`optimizer.lr`; `matrix_lr` keeps its ratio) for a third of the steps and the warm-up. If the best is the
 lowest or highest, the next one of the series follows. With `choose.position_scale`, an arm with added sines first
 chooses their size at the middle rate, then its rate at that size: the two are nearly independent, and the product of
-both lists would take about twice the runs. Of a text, the loss is that of the `held.tokens` tokens after those of the
-result; of a classification, that of the validation part. An experiment of kind `measure` trains and measures itself, in
-its function `search(unit)`.
+both lists would take about twice the runs. Of a text, the loss is that of the `choose.tokens` tokens (or `held.tokens`)
+after those of the result; of a classification, that of the validation part. An experiment of kind `measure` trains and
+measures itself, in its function `search(unit)`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def searches_of(units: Sequence[Unit]) -> list[Unit]:
     threads = min((unit.threads for unit in units), default=1)
     for unit in units:
         if unit.rates and unit.arm not in found:
-            chosen = [unit.settings, unit.rates, unit.sizes, unit.held]
-            own = [] if unit.kind == "train" else [measuring_code(Path(unit.experiment))]
-            same, folder = digest(chosen + own), str(_folder(unit))
+            asked: list[Any] = [unit.settings, unit.rates, unit.sizes, unit.held]
+            asked += [unit.chosen_on] if unit.chosen_on else []
+            asked += [] if unit.kind == "train" else [measuring_code(Path(unit.experiment))]
+            same, folder = digest(asked), str(_folder(unit))
             found[unit.arm] = replace(
                 unit,
                 kind="search",

@@ -54,6 +54,8 @@ class Choose(Config):
     """Peak learning rates, three or more (none: that of the settings)."""
     position_scale: list[float | None] = field(default_factory=list)
     """Sizes of added sines, two or more, for the arms that have them (none: that of the settings)."""
+    tokens: int | None = None
+    """Number of held-out tokens to choose on, after those of the result (None: as many as those)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ class Scale(Config):
     seeds: list[int] = field(default_factory=lambda: [0])
     """Seeds; each arm runs once per seed."""
     reference: str | None = None
-    """The arm that trains for run.steps; its predicted tokens and FLOPs set the budgets of the others."""
+    """The arm that trains for run.steps; its predicted tokens and FLOPs set the others' budgets. Rows name theirs."""
     budgets: list[Budget] = field(default_factory=lambda: ["steps"])
     """Quantities that are equal for all arms. With several budgets, an arm trains at a constant learning rate up to the
     largest; a fork for each budget lowers the rate over its last fifth."""
@@ -182,3 +184,5 @@ def _check_choose(where: str, choose: Choose) -> None:
             raise ValueError(f"{where}.{name} must be at least {fewest} different positive numbers, got {values}")
     if choose.position_scale and not choose.lr:
         raise ValueError(f"{where}.position_scale needs lr: a size is chosen at the middle rate")
+    if choose.tokens is not None and not (choose.lr and choose.tokens > 0):
+        raise ValueError(f"{where}.tokens must be a positive number beside lr, got {choose.tokens}")

@@ -26,7 +26,7 @@ from subquad.evaluation.provenance import provenance
 from subquad.training.checkpoint import write_atomically
 
 SPENT = "spent.txt"
-"""Seconds of all starts of a unit, also of interrupted ones (but not of a killed process)."""
+"""Core-seconds of all starts of a unit, also of interrupted ones (but not of a killed process)."""
 logger = logging.getLogger(__name__)
 Finished = tuple[Unit, dict[str, Any]]
 
@@ -111,7 +111,7 @@ def work(unit: Unit) -> dict[str, Any]:
     folder = Path(unit.folder)
     _clear(folder, unit)
     spent, library = folder / SPENT, library_hash()
-    before, begin = torch.get_num_threads(), time.perf_counter()
+    before, begin, worked = torch.get_num_threads(), time.perf_counter(), time.process_time()
     torch.set_num_threads(unit.threads)
     try:
         rows = _rows(unit)
@@ -123,13 +123,13 @@ def work(unit: Unit) -> dict[str, Any]:
     finally:
         torch.set_num_threads(before)
         earlier = float(spent.read_text(encoding="utf-8")) if spent.is_file() else 0.0
-        seconds = earlier + time.perf_counter() - begin
-        spent.write_text(f"{seconds:.1f}\n", encoding="utf-8")
+        core_seconds = earlier + time.process_time() - worked
+        spent.write_text(f"{core_seconds:.1f}\n", encoding="utf-8")
     found = {
         "identity": unit.identity,
         "library": library,
-        "seconds": seconds,
-        "core_seconds": unit.threads * seconds,
+        "seconds": time.perf_counter() - begin,
+        "core_seconds": core_seconds,
         "provenance": provenance(unit.device, ("transformers",)),
         "rows": rows,
     }

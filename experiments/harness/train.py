@@ -71,12 +71,19 @@ def _window_flops(model: str, length: int) -> int:
     return cost.mixing_flops + cost.projection_flops + cost.backward_flops
 
 
+def _with_vocabulary(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with the vocabulary of a tokenizer that is still to be trained."""
+    if config.data.tokenizer not in ("bpe", "unigram"):
+        return config
+    return config.replace(model=config.model.replace(vocab_size=config.data.vocab_size))
+
+
 def budget_steps(unit: Unit) -> dict[str, int]:
     """Return the steps of each budget: the reference's steps, or as many as match its predicted tokens or FLOPs."""
     own = train_config(unit)
     if set(unit.budgets) == {"steps"}:
         return {"steps": own.run.steps}
-    reference = train_config(unit, unit.reference)
+    own, reference = _with_vocabulary(own), _with_vocabulary(train_config(unit, unit.reference))
     steps = reference.run.steps
     ratios = {"steps": lambda: 1.0}
     ratios["tokens"] = lambda: predicted_tokens(reference) / predicted_tokens(own)
@@ -114,22 +121,23 @@ def search_unit(unit: Unit) -> list[Row]:
             result = trained(train_config(unit, merged(settings, shorter), **run))
         except NonFiniteError:
             return math.inf
-        found = _after(result, held_of(unit)) if result.config.reads_text else result.best_loss
+        found = _after(result, held_of(unit), unit.chosen_on) if result.config.reads_text else result.best_loss
         return found if found is not None and math.isfinite(found) else math.inf
 
     return searched(unit.rates, unit.sizes, loss)
 
 
-def _after(result: RunResult, held: Held) -> float:
-    """Return the nats per token of the `held.tokens` tokens that follow those of the result."""
+def _after(result: RunResult, held: Held, count: int | None) -> float:
+    """Return the nats per token of the `count` tokens (None: `held.tokens`) that follow those of the result."""
     assert isinstance(result.corpus, Corpus)
-    tokens = result.corpus.held_out.tokens
-    if held.tokens is None or len(tokens) < 2 * held.tokens:
+    tokens, own = result.corpus.held_out.tokens, held.tokens
+    end = None if own is None else own + (count or own)
+    if end is None or len(tokens) < end:
         raise ValueError(
-            f"rates are chosen on held-out text after the result's: held.tokens must be at most half of its "
-            f"{len(tokens)} tokens, got {held.tokens}"
+            f"rates are chosen on held-out text after the result's: held.tokens and as many for the choice "
+            f"(choose.tokens) must fit into its {len(tokens)} tokens, got {own} and {count}"
         )
-    return float(token_nats(result, tokens[held.tokens : 2 * held.tokens], held).mean())
+    return float(token_nats(result, tokens[own:end], held).mean())
 
 
 def _trained_rows(unit: Unit) -> list[Row]:
@@ -180,7 +188,7 @@ def _measured(unit: Unit, config: TrainConfig, budget: dict[str, int]) -> list[R
     row: Row = {"steps": steps, "parameters": result.parameters}
     if unit.timed:
         row["step_seconds"] = _step_seconds(result)
-    if len(unit.budgets) > 1:
+    if unit.reference is not None:
         row["budget"] = name
     if result.config.reads_text:
         row["predicted_tokens"] = steps * predicted_tokens(result.config)

@@ -55,6 +55,8 @@ class Unit:
     """Learning rates to choose from first (none: that of the settings)."""
     sizes: tuple[float | None, ...] = ()
     """Sizes of the arm's added sines to choose from before (none: that of the settings)."""
+    chosen_on: int | None = None
+    """Number of held-out tokens to choose on (None: as many as the result's)."""
     timed: bool = False
     """Run when nothing else runs."""
     threads: int = 1
@@ -111,6 +113,7 @@ def units_of(
             trained = [name, seed, settings, chosen.budgets, chosen.reference and plain(chosen.reference)]
             trained += [rates, chosen.held.to_dict()] if rates else []
             trained += [sizes] if sizes else []
+            trained += [chosen.choose.tokens] if chosen.choose.tokens else []
             found.append(
                 Unit(
                     experiment=str(experiment),
@@ -129,6 +132,7 @@ def units_of(
                     held=chosen.held.to_dict(),
                     rates=tuple(rates),
                     sizes=tuple(sizes),
+                    chosen_on=chosen.choose.tokens,
                     timed=timed,
                     threads=timed_threads or threads if timed else threads,
                 )

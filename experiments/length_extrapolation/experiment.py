@@ -1,145 +1,145 @@
-"""Loss of the same tokens with more context than in training."""
+"""Loss of the same tokens with more context than in training, on books in ciphers that only the context tells.
 
-import math
-import statistics
+Shape letters: N documents, T tokens, S scored tokens.
+"""
+
+from __future__ import annotations
+
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from matplotlib import colormaps
-from matplotlib.figure import Figure
+import numpy as np
 
-from experiments.harness.noise import FAILS, HOLDS, Difference, Row, select
+from experiments.harness.measure import unigram
+from experiments.harness.noise import FAILS, HOLDS, Difference, Row, gain, pooled, select
+from experiments.harness.rates import SHARE
+from experiments.harness.recipe import merged
+from experiments.harness.train import train_config, trained
 from experiments.harness.units import Unit
-from subquad.evaluation.probes import context_loss
-from subquad.training.run import RunResult
+from subquad.config import digest
+from subquad.data.sources import open_source
+from subquad.evaluation.text import Window, losses
+from subquad.models import Decoder
+from subquad.training import RunResult
 
 TIMES = (1, 2, 4, 8, 16)
-WINDOWS = {"smoke": 2, "cpu": 16, "gpu": 128, "paper": 128}
-SCHEMES = ("rope", "sinusoidal", "none")
+SYMBOLS = b" etaoinshrdlucmfwygpbvkxjqz,.\n;'"
+"""The 32 symbols of a text, which a document's cipher permutes; others are left out."""
 KEPT = 0.05
-"""Nats per token within which a loss counts as kept."""
+"""Nats per token within which a loss counts as kept: about what half of T and more is worth over an eighth of T."""
 ROUNDINGS = 1e-4
 """Change in nats that rounding explains."""
+NOTHING = "nothing"
+"""Column of zeros, the baseline of differences."""
 
 
-def measure(result: RunResult, unit: Unit) -> list[Row]:
-    """Return a row per length: nats per token on the last half of the training length, the same tokens each time."""
-    trained = result.config.batch.length
-    tokens = result.corpus.held_out.tokens
-    lengths = [trained * times for times in TIMES]
-    found = context_loss(
-        result.model.model,
-        tokens,  # type: ignore[arg-type]
-        lengths=lengths,
-        windows=WINDOWS[unit.scale],
-        batch_size=1 if trained > 256 else 2,
-    )
-    first = found[0].same.value
-    quarter = context_loss(
-        result.model.model,
-        tokens,  # type: ignore[arg-type]
-        lengths=[trained // 4, trained],
-        windows=WINDOWS[unit.scale],
-    )
-    worth = quarter[0].same.value - quarter[1].same.value
+def run(unit: Unit) -> list[Row]:
+    """Train; return a row per length: nats per token on the last T / 2 tokens of the same documents."""
+    T, held_NT = _length(unit), documents(unit)[0]
+    model = trained_on(unit, unit.settings).model.model
+    found = {times: nats(model, held_NT, times * T, T // 2) for times in TIMES}
+    short_NS = nats(model, held_NT, T // 8, T // 2)
+    scored_NS = held_NT[:, -(T // 2) :].astype(np.int64)
+    same = {
+        NOTHING: 0.0,
+        "unigram": unigram(np.frombuffer(_file(unit).read_bytes(), np.uint8), scored_NS, 256),
+        "scored_tokens": scored_NS.size,
+        "text": digest(scored_NS.tolist())[:8],
+        **by_document("worth", short_NS - found[1]),
+    }
     return [
         {
             "times": times,
-            "length": length,
-            "same": loss.same.value,
-            "error": loss.same.error,
-            "more": loss.same.value - first,
-            "worth": worth,
+            "length": times * T,
+            **by_document("same", found[times]),
+            **by_document("more", found[times] - found[1]),
+            **same,
         }
-        for times, length, loss in zip(TIMES, lengths, found, strict=True)
+        for times in TIMES
     ]
 
 
-def claim_which_keep(rows: list[Row]) -> tuple[str, str] | None:
-    """Check that all arms lose less than `KEPT` from T to 16 T, and count them by scheme."""
-    last = select(rows, {"times": TIMES[-1]})
-    if not last:
+def search(unit: Unit) -> float:
+    """Train for a third of the steps; return nats per token at T on documents that the result never uses."""
+    given = unit.settings
+    tried = f"rate-{given['optimizer']['lr']:g}-sines-{given['model'].get('position_scale')}"
+    run = {"steps": max(1, given["run"]["steps"] // SHARE), "folder": str(Path(unit.folder) / tried)}
+    shorter = {"run": run, "schedule": {"warmup": given["schedule"]["warmup"] // SHARE}}
+    model = trained_on(unit, merged(given, shorter)).model.model
+    return float(nats(model, documents(unit)[1], _length(unit), _length(unit) // 2).mean())
+
+
+def trained_on(unit: Unit, settings: dict[str, Any]) -> RunResult:
+    """Train on many short documents in ciphers, drawn by the unit's seed."""
+    given = {name: value for name, value in settings.items() if name not in ("text", "documents")}
+    place, (size, count) = _file(unit), (2 * _length(unit), settings["documents"]["train"])
+    place.write_bytes(ciphered(settings["text"]["train"], size, count, unit.seed).tobytes())
+    held = place.with_name("held.txt")
+    held.write_bytes(documents(unit)[1].tobytes())
+    return trained(train_config(unit, merged(given, {"data": {"path": str(place), "held_out_path": str(held)}})))
+
+
+def documents(unit: Unit) -> tuple[np.ndarray, np.ndarray]:
+    """Return the documents `[N, 16 T + 1]` of the result and those of the choice of rates, the same for all seeds."""
+    size, count = TIMES[-1] * _length(unit) + 1, unit.settings["documents"]["held"]
+    found_NT = ciphered(unit.settings["text"]["held"], size, 2 * count, 0)
+    return found_NT[::2], found_NT[1::2]
+
+
+def ciphered(path: str, size: int, count: int, seed: int) -> np.ndarray:
+    """Return `count` pieces of a text in small letters, evenly spread, each with its symbols permuted."""
+    text = b"".join(document.text for document in open_source(path).documents()).lower()
+    symbols, codes_T = np.frombuffer(SYMBOLS, np.uint8), np.frombuffer(text, np.uint8)
+    codes_T, random = codes_T[np.isin(codes_T, symbols)], np.random.default_rng(seed)
+    starts = np.linspace(0, len(codes_T) - size, count).astype(int)
+    tables = np.zeros((count, 256), np.uint8)
+    tables[:, symbols] = random.permuted(np.tile(symbols, (count, 1)), axis=1)
+    return np.stack([table[codes_T[start : start + size]] for table, start in zip(tables, starts, strict=True)])
+
+
+def nats(model: Decoder, documents_NT: np.ndarray, length: int, scored: int) -> np.ndarray:
+    """Return the nats `[N, S]` of each document's last tokens in windows of `length`, of which at most half count."""
+    part, last = min(scored, length // 2), documents_NT.shape[1]
+    ends = range(last - scored + part - 1, last, part)
+    windows = [Window(end - length, end, end - part + 1) for end in ends]
+    return np.stack([losses(model, tokens_T, windows)[:, -part:].ravel() for tokens_T in documents_NT])
+
+
+def by_document(name: str, nats_NS: np.ndarray) -> Row:
+    """Return the mean, and the means of documents as blocks."""
+    return {name: float(nats_NS.mean()), f"{name}_blocks": [round(float(value), 5) for value in nats_NS.mean(1)]}
+
+
+def _length(unit: Unit) -> int:
+    return int(unit.settings["batch"]["length"]) - 1
+
+
+def _file(unit: Unit) -> Path:
+    return Path(unit.folder) / "train.txt"
+
+
+def _gains(rows: list[Row], metric: str, sign: float, shift: float = 0.0) -> tuple[list[Difference], str] | None:
+    """Return `shift + sign * metric` of each arm."""
+    if not rows or any(f"{metric}_blocks" not in row for row in rows):
         return None
-    kept, shown = True, []
-    for scheme in SCHEMES:
-        lost = {
-            arm: statistics.mean(values) for arm, values in _by_arm(select(last, {"position": scheme}), "more").items()
-        }
-        if lost:
-            few, worst = sum(more < KEPT for more in lost.values()), max(lost, key=lambda arm: lost[arm])
-            shown.append(f"{scheme}: {few} of {len(lost)} (the worst is {worst.split()[0]}, {lost[worst]:+.2f})")
-            kept &= few == len(lost)
-    return HOLDS if kept else FAILS, f"arms that lose less than {KEPT} nats, {'; '.join(shown)}"
+    noise, found = pooled(rows, metric), {}
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        found[arm] = gain(select(rows, {"arm": arm}), metric, NOTHING, sign, noise)
+    shown = "; ".join(f"{arm} {one.left:+.3f} ± {one.error:.3f}" for arm, one in found.items())
+    return [one.toward(1.0, shift) for one in found.values()], shown
 
 
 def claim_within_reach(rows: list[Row]) -> tuple[str, str] | None:
     """Check that the loss stays the same, to within `ROUNDINGS`, from twice the training length to the longest."""
-    change = [
-        abs(long["same"] - short["same"])
-        for arm in dict.fromkeys(row["arm"] for row in rows)
-        for short, long in zip(*(select(rows, {"arm": arm, "times": n}) for n in (TIMES[1], TIMES[-1])), strict=True)
-    ]
+    if any("same_blocks" not in row for row in rows):
+        return None
+    ends = [select(rows, {"times": times}) for times in (TIMES[1], TIMES[-1])]
+    change = [abs(long["same"] - short["same"]) for short, long in zip(*ends, strict=True)]
     return (HOLDS if max(change) < ROUNDINGS else FAILS, f"changes of at most {max(change):.0e}") if change else None
 
 
-def claim_context_is_used(rows: list[Row]) -> tuple[str, str] | None:
-    """Check that every arm gains more than `KEPT` at T from T / 2 to T tokens of context over windows of T / 4."""
-    first = select(rows, {"times": 1})
-    if not first:
-        return None
-    gains = {arm: statistics.mean(values) for arm, values in _by_arm(first, "worth").items()}
-    used, most = sum(gain > KEPT for gain in gains.values()), max(gains, key=lambda arm: gains[arm])
-    shown = f"{used} of {len(gains)} gain more than {KEPT} nats; {most} gains most, {gains[most]:.3f}"
-    return HOLDS if used == len(gains) else FAILS, shown
-
-
-def _by_arm(rows: list[Row], value: str) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        found.setdefault(f"{row['mechanism']} {row['position']}", []).append(row[value])
-    return found
-
-
-def _kept(rows: list[Row], mechanism: str) -> tuple[list[Difference], str] | None:
-    """Check that 16 times the context adds less than `KEPT` in each scheme, with noise pooled over the schemes."""
-    last = _by_arm(select(rows, {"times": TIMES[-1], "mechanism": mechanism}), "more")
-    if not last:
-        return None
-    freedom = sum(len(values) - 1 for values in last.values())
-    squares = sum((v - statistics.mean(values)) ** 2 for values in last.values() for v in values)
-    deviation = math.sqrt(squares / freedom) if freedom else math.nan
-    kept, shown = [], []
-    for name, values in last.items():
-        error = deviation / math.sqrt(len(values))
-        kept.append(Difference(KEPT - statistics.mean(values), error, freedom, len(values)))
-        shown.append(f"{name.split()[-1]} {statistics.mean(values):+.3f} ± {error:.3f}")
-    return kept, "; ".join(shown)
-
-
-def draw(figure: Figure, rows: list[Row]) -> None:
-    """Draw the loss that each mechanism adds beyond the training length, with a panel for each position scheme."""
-    figure.set_size_inches(13, 4.6)
-    axes = figure.subplots(1, len(SCHEMES), sharey=True)
-    names = list(dict.fromkeys(row["mechanism"] for row in rows))
-    palette = colormaps["tab20"]
-    colors = {name: palette(number) for number, name in enumerate(names)}
-    lines: dict[str, Any] = {}
-    for axis, position in zip(axes, SCHEMES, strict=True):
-        for number, name in enumerate(names):
-            same: dict[int, list[Any]] = {}
-            for row in select(rows, {"mechanism": name, "position": position}):
-                same.setdefault(row["times"], []).append(row["more"])
-            if same:
-                mean = [statistics.mean(values) for values in same.values()]
-                marker = "osD^vPX*<>hd8p"[number % 14]
-                (lines[name],) = axis.plot(list(same), mean, marker=marker, markersize=5, color=colors[name])
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("symlog", linthresh=0.1)
-        axis.set(title=position, xlabel="context / training length")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("increase in nats per token over T")
-    figure.legend(lines.values(), lines.keys(), loc="outside right center", frameon=False, fontsize=9)
-
-
-claim_latte_keeps = partial(_kept, mechanism="latte")
-claim_full_keeps = partial(_kept, mechanism="full")
+claim_context_is_used = partial(_gains, metric="worth", sign=1.0)
+claim_latte_keeps = claim_macchiato_keeps = claim_full_keeps = claim_recurrence_keeps = partial(
+    _gains, metric="more", sign=-1.0, shift=KEPT
+)

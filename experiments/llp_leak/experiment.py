@@ -8,43 +8,67 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from experiments.harness.measure import in_blocks, unigram
 from experiments.harness.noise import FAILS, HOLDS, number, select
+from experiments.harness.rates import SHARE
 from experiments.harness.units import Unit
+from subquad.config import digest
 from subquad.data import DataConfig, prepare
 from subquad.evaluation.audit import audit
 from subquad.models import Decoder, DecoderConfig
 from subquad.ops.patterns import Blocks
 
+RANDOM = 2000
+"""Seed of the random held-out bytes."""
+
 
 def run(unit: Unit) -> dict[str, Any]:
     """Train one model and measure it in one pass, token by token, and by the audit."""
-    settings, training = unit.settings, unit.settings["training"]
-    torch.manual_seed(unit.seed)
-    device = torch.device(unit.device)
-    model = Decoder(DecoderConfig.from_dict(settings["model"]))
-    if settings["leak"]:
-        unmask(model)
-    model.to(device)
+    settings, steps = unit.settings, unit.settings["training"]["steps"]
     train_N, held_N = texts(settings, unit.seed)
-    train(model, train_N, training)
-    model.eval()
-    length = training["length"]
-    held_BT = windows(held_N, length, settings["held_windows"]).to(device)
-    shown = shown_loss(model, held_BT)
-    decoded = decoded_loss(model, held_BT)
+    model = trained(unit, train_N, steps)
+    held_BT = windows(held_N, settings)[: settings["held_windows"]].to(model.head_weight.device)
+    shown_B = shown_loss(model, held_BT)
+    decoded_B = decoded_loss(model, held_BT[:: max(1, len(held_BT) // settings["decoded_windows"])])
     report = audit(model.cpu(), long=0, contexts=[], seed=unit.seed, tokens=32)
     return {
-        "shown_loss": shown,
-        "shown_perplexity": math.exp(shown),
-        "decoded_loss": decoded,
-        "decoded_perplexity": math.exp(decoded),
+        "shown_loss": float(shown_B.mean()),
+        "shown_perplexity": math.exp(shown_B.mean()),
+        **in_blocks("shown_loss", shown_B),
+        "decoded_loss": float(decoded_B.mean()),
+        "decoded_perplexity": math.exp(decoded_B.mean()),
+        **in_blocks("decoded_loss", decoded_B),
+        "scored_tokens": held_BT[:, 1:].numel(),
+        "text": digest(held_BT.tolist())[:8],
+        "unigram": unigram(train_N.numpy(), held_BT[:, 1:].cpu().numpy(), model.config.vocab_size),
         "audit_violations": len(report.violations),
         "printed_line_runs": int(printed_line_runs()),
     }
+
+
+def search(unit: Unit) -> float:
+    """Train for a third of the steps; return the loss in one pass of the text after the result's."""
+    settings = unit.settings
+    train_N, held_N = texts(settings, unit.seed)
+    model = trained(unit, train_N, max(1, settings["training"]["steps"] // SHARE))
+    held_BT = windows(held_N, settings)[settings["held_windows"] :][: settings["searched_windows"]]
+    return float(shown_loss(model, held_BT.to(model.head_weight.device)).mean())
+
+
+def trained(unit: Unit, train_N: Tensor, steps: int) -> Decoder:
+    """Return a model with or without the mask, trained on the text."""
+    torch.manual_seed(unit.seed)
+    model = Decoder(DecoderConfig.from_dict(unit.settings["model"]))
+    if unit.settings["leak"]:
+        unmask(model)
+    model.to(unit.device)
+    train(model, train_N, unit.settings, steps)
+    return model.eval()
 
 
 def unmask(model: Decoder) -> None:
@@ -66,10 +90,14 @@ def printed_line_runs(half: int = 4, blocks: int = 3) -> bool:
 
 
 def texts(settings: dict[str, Any], seed: int) -> tuple[Tensor, Tensor]:
-    """Return training and held-out bytes: of books, or uniformly random, which only the future can predict."""
+    """Return training and held-out bytes: of books, or uniformly random, which only the future can predict.
+
+    All seeds have the same held-out bytes.
+    """
     if settings["random"]:
-        source = torch.Generator().manual_seed(seed)
-        return torch.randint(256, (2_000_000,), generator=source), torch.randint(256, (200_000,), generator=source)
+        own, same = (torch.Generator().manual_seed(of) for of in (seed, RANDOM))
+        count = (settings["held_windows"] + settings["searched_windows"]) * (settings["training"]["length"] + 1)
+        return torch.randint(256, (2_000_000,), generator=own), torch.randint(256, (count,), generator=same)
     corpus = prepare(DataConfig.from_dict(settings["data"]))
     parts = (corpus.train.tokens, corpus.held_out.tokens)
     return tuple(  # type: ignore[return-value]
@@ -77,24 +105,25 @@ def texts(settings: dict[str, Any], seed: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def windows(tokens_N: Tensor, length: int, count: int) -> Tensor:
-    """Cut the first `count` windows `[B, T + 1]` from the tokens."""
-    return tokens_N[: count * (length + 1)].view(count, length + 1)
+def windows(tokens_N: Tensor, settings: dict[str, Any]) -> Tensor:
+    """Cut the tokens into windows `[B, T + 1]`."""
+    size = settings["training"]["length"] + 1
+    return tokens_N[: len(tokens_N) // size * size].view(-1, size)
 
 
-def train(model: Decoder, tokens_N: Tensor, training: dict[str, Any]) -> None:
+def train(model: Decoder, tokens_N: Tensor, settings: dict[str, Any], steps: int) -> None:
     """Train with AdamW, a warm-up and a cosine schedule."""
     model.train()
+    training, peak = settings["training"], settings["optimizer"]["lr"]
     device = model.head_weight.device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=training["lr"], betas=(0.9, 0.95), weight_decay=0.05)
-    steps, warmup, length = training["steps"], training["warmup"], training["length"]
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.05)
+    warmup, length = training["warmup"], training["length"]
     for step in range(steps):
         rate = min((step + 1) / (warmup + 1), 0.55 + 0.45 * math.cos(math.pi * step / steps))
-        optimizer.param_groups[0]["lr"] = training["lr"] * rate
+        optimizer.param_groups[0]["lr"] = peak * rate
         starts_B = torch.randint(len(tokens_N) - length, (training["batch"],))
         text_BT = torch.stack([tokens_N[start : start + length + 1] for start in starts_B.tolist()]).to(device)
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = model.loss(text_BT[:, :-1], text_BT[:, 1:])
+        loss = model.loss(text_BT[:, :-1], text_BT[:, 1:])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -102,21 +131,20 @@ def train(model: Decoder, tokens_N: Tensor, training: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def shown_loss(model: Decoder, text_BT: Tensor) -> float:
-    """Return the nats per byte of whole windows in one pass, as a training loop measures."""
-    parts = text_BT.split(8)
-    return sum(float(model.loss(part[:, :-1], part[:, 1:])) * len(part) for part in parts) / len(text_BT)
+def shown_loss(model: Decoder, text_BT: Tensor) -> np.ndarray:
+    """Return the nats per byte `[B]` of whole windows in one pass, as a training loop measures."""
+    parts = [model.loss(part[:, :-1], part[:, 1:], reduction="none") for part in text_BT.split(16)]
+    return torch.cat([part.view(-1, text_BT.shape[1] - 1).mean(1) for part in parts]).double().cpu().numpy()
 
 
 @torch.no_grad()
-def decoded_loss(model: Decoder, text_BT: Tensor) -> float:
-    """Return the nats per byte if each byte is predicted from a text that ends before it."""
-    nats = 0.0
-    length = text_BT.shape[1] - 1
-    for count in range(1, length + 1):
+def decoded_loss(model: Decoder, text_BT: Tensor) -> np.ndarray:
+    """Return the nats per byte `[B]` if each byte is predicted from a text that ends before it."""
+    nats_B = torch.zeros(len(text_BT), dtype=torch.float64)
+    for count in range(1, text_BT.shape[1]):
         logits_BV = model.logits(model.vectors(text_BT[:, :count])[:, -1])
-        nats += float(F.cross_entropy(logits_BV.float(), text_BT[:, count]))
-    return nats / length
+        nats_B += F.cross_entropy(logits_BV, text_BT[:, count], reduction="none").cpu()
+    return (nats_B / (text_BT.shape[1] - 1)).numpy()
 
 
 def claim_audit_finds_it(rows: list[dict[str, Any]]) -> tuple[str, str] | None:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-from functools import partial
-from typing import Any
-
 import torch
 
-from experiments.harness.noise import FAILS, HOLDS, Difference, number, pooled, select
+from experiments.harness.noise import FAILS, HOLDS, Difference, Row, compare, select
 from experiments.harness.units import Unit
 from subquad.models import Decoder, DecoderConfig
 from subquad.training import RunResult
-
-Row = dict[str, Any]
 
 
 def measure(result: RunResult, unit: Unit) -> Row:
@@ -60,24 +53,13 @@ def claim_whole_context_from_depth(rows: list[Row]) -> tuple[str, str] | None:
     return (HOLDS if right else FAILS), f"{llp[0]['needed']} needed; {shown}"
 
 
-def _more_than_full(rows: list[Row], few: int, many: int) -> tuple[list[Difference], str] | None:
-    """Check that LLP gains more than full attention from `few` to `many` layers."""
-    cells = [
-        [row["loss"] for row in select(rows, {"mechanism": mechanism, "layers": layers})]
-        for mechanism in ("LLP", "full")
-        for layers in (few, many)
-    ]
-    if not all(cells):
-        return None
-    llp_few, llp_many, full_few, full_many = map(statistics.mean, cells)
-    llp, full = llp_few - llp_many, full_few - full_many
-    noise = pooled(rows, "loss")
-    error = noise.deviation * math.sqrt(sum(1 / len(cell) for cell in cells))
-    ours = f"LLP gains {number(llp)}, full attention {number(full)} nats per token; difference {llp - full:+.3g}"
-    shown = f"{ours}, one seed each" if math.isnan(error) else f"{ours} ± {number(error)}"
-    return [Difference(llp - full, error, noise.freedom, min(map(len, cells)))], shown
-
-
-# With 4 layers LLP sees part of the tokens; with 8 and 12, all of them (7 are needed).
-claim_depth_up_to_all_tokens = partial(_more_than_full, few=4, many=8)
-claim_depth_beyond = partial(_more_than_full, few=8, many=12)
+def claim_depth_up_to_all_tokens(rows: list[Row]) -> tuple[list[Difference], str] | None:
+    """Check that LLP, which sees part of the tokens with 4 layers and all with 8, gains more than full attention."""
+    gains = []
+    for few in select(rows, {"layers": 4}):
+        for many in select(rows, {"layers": 8, "mechanism": few["mechanism"], "seed": few["seed"]}):
+            blocks = zip(few.get("loss_blocks", ()), many.get("loss_blocks", ()), strict=True)
+            gain = {"gain": few["loss"] - many["loss"], "gain_blocks": [a - b for a, b in blocks]}
+            gains.append({"arm": few["mechanism"], "seed": few["seed"], "text": few.get("text"), **gain})
+    found = compare(gains, {"arm": "LLP"}, {"arm": "full"}, "gain")
+    return None if found is None else ([found], f"gains of {found} nats per token")

@@ -100,10 +100,14 @@ def scaled(x_BD: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def right(net: nn.Module, split: Split) -> Tensor:
+    """Return bool `[N]`, True for the images classified correctly."""
+    return torch.cat([net(scaled(x)).argmax(1) == y for x, y in _batches(split, 4096)])
+
+
 def accuracy(net: nn.Module, split: Split) -> float:
     """Return the percentage of images classified correctly."""
-    right = sum(int((net(scaled(x)).argmax(1) == y).sum()) for x, y in _batches(split, 4096))
-    return 100 * right / len(split.y_N)
+    return 100 * int(right(net, split).sum()) / len(split.y_N)
 
 
 def _batches(split: Split, size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -240,8 +244,8 @@ def cells(config: MnistConfig) -> list[Cell]:
 
 def train_cell(
     cell: Cell, config: MnistConfig, digits: Digits, bases: dict[str, Mlp], seed: int, rate: float | None = None
-) -> float:
-    """Run one training and return its test accuracy in percent."""
+) -> nn.Module:
+    """Run one training and return its network."""
     start = copy.deepcopy(bases[cell.base]) if cell.base else fresh_net(seed)
     net: nn.Module = start
     if cell.rank is not None:
@@ -255,4 +259,4 @@ def train_cell(
         seed=seed + ORDER,
         warmup=config.warmup,
     )
-    return accuracy(net, digits.test[cell.images])
+    return net

@@ -123,7 +123,8 @@ def _work(config: MnistConfig, item: tuple[int, list[str]]) -> list[tuple[int, d
     wanted = set(names)
     for cell in arms.cells(config):
         if cell.name in wanted:
-            numbers["accuracy"][cell.name] = arms.train_cell(cell, config, digits, bases, seed)
+            net = arms.train_cell(cell, config, digits, bases, seed)
+            numbers["accuracy"][cell.name] = arms.accuracy(net, digits.test[cell.images])
     return [(seed, numbers)]
 
 
@@ -189,6 +190,7 @@ def _tune_one(config: MnistConfig, arm: str) -> list[tuple[str, dict[float, floa
     chosen = [arms.Cell(arm, base, images, rank) for images in sets for rank in ranks]
     scores = {}
     for rate in TUNE_RATES:
-        found = [arms.train_cell(cell, config, digits, bases, TUNE_SEED, rate) for cell in chosen]
+        nets = [arms.train_cell(cell, config, digits, bases, TUNE_SEED, rate) for cell in chosen]
+        found = [arms.accuracy(net, digits.test[cell.images]) for net, cell in zip(nets, chosen, strict=True)]
         scores[rate] = statistics.mean(found)
     return [(arm, scores)]

@@ -150,6 +150,8 @@ RECIPES = {
     "pg19-llp": ((24, 6, 768, 2048), ["hf:emozilla/pg19::train", "hf:emozilla/pg19::test"]),
     "openwebtext-latte": ((12, 12, 516, 1024), ["hf:Skylion007/openwebtext"]),
     "enwik8-latte": ((12, 12, 516, 2000), []),
+    "redpajama-elita": ((8, 8, 312, 100_000), ["hf:togethercomputer/RedPajama-Data-1T-Sample::train"]),
+    "shakespeare-perceiver-ar": ((4, 8, 64, 256), []),
 }
 """Layers, heads, width and window in the papers' tables, and the datasets of the hub."""
 

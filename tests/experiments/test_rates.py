@@ -67,7 +67,7 @@ def test_the_rate_of_matrices_keeps_its_ratio():
 
 
 def test_an_arm_is_searched_once_and_its_seeds_use_the_best_rate(experiments, capsys, monkeypatch):
-    folder, read, nats = searched(experiments), [], measure.token_nats
+    folder, read, nats = searched(experiments, choose={"lr": RATES, "tokens": 48}), [], measure.token_nats
 
     def spy(result, tokens, held):
         read.append(tokens.tolist())
@@ -90,14 +90,15 @@ def test_an_arm_is_searched_once_and_its_seeds_use_the_best_rate(experiments, ca
     search = TrainConfig.from_file("w/trained/cpu/full-rates/rate-0.01/config.yaml")
     assert (search.run.seed, search.run.steps, search.schedule.warmup) == (SEED, 2, 1)
     assert not any("held_out_loss" in record for record in read_metrics(Path("w/trained/cpu/full-rates/rate-0.01")))
-    held_out = prepare(own[0].data).held_out.tokens[:128].tolist()
+    held_out = prepare(own[0].data).held_out.tokens[:112].tolist()
     assert read == [held_out[64:]] * 2 + [held_out[:64]] * 2  # two rates without a failure, then two seeds
 
     assert main(command) == 0
     assert capsys.readouterr().err == ""  # nothing is searched or trained again
     before = {unit.identity for unit in planned(folder)}
-    searched(experiments, choose={"lr": [1e-4, 1e-2, 0.1]})
-    assert not before & {unit.identity for unit in planned(folder)}
+    for changed in ({"lr": [1e-4, 1e-2, 0.1]}, {"tokens": 47}):
+        searched(experiments, choose=changed)
+        assert not before & {unit.identity for unit in planned(folder)}
 
 
 def test_a_classifier_chooses_on_its_validation_part(experiments):
@@ -155,7 +156,7 @@ def test_an_arm_that_no_rate_trains_has_no_result(experiments):
 
 def test_what_cannot_be_searched_is_refused(experiments):
     (search,) = searches_of(planned(searched(experiments, held={"tokens": 10**9})))
-    with pytest.raises(ValueError, match=r"held\.tokens must be at most half of its \d+ tokens, got 1000000000"):
+    with pytest.raises(ValueError, match=r"must fit into its \d+ tokens, got 1000000000 and None"):
         harness.search_unit(search)
     with pytest.raises(ValueError, match="rates are for the tasks language and classify, got probe"):
         harness.search_unit(other_task(experiments, task="probe", batch={"length": 32}))
@@ -165,6 +166,8 @@ def test_what_cannot_be_searched_is_refused(experiments):
         ({"lr": [0.1, 0.2, 0]}, r"choose\.lr must be at least 3 different positive numbers, got"),
         ({"lr": RATES, "position_scale": [1.0]}, r"choose\.position_scale must be at least 2 different"),
         ({"position_scale": [None, 1.0]}, "position_scale needs lr: a size is chosen at the middle rate"),
+        ({"tokens": 9}, r"choose\.tokens must be a positive number beside lr, got 9"),
+        ({"lr": RATES, "tokens": 0}, r"choose\.tokens must be a positive number beside lr, got 0"),
     ):
         with pytest.raises(ValueError, match=message):
             Recipe.from_dict({"arms": {"a": {}}, "scales": {"cpu": {"choose": given}}})

@@ -104,6 +104,15 @@ def test_the_recipes_have_the_papers_settings_and_our_own_are_separate(task):
     assert (plus.classify.dataset, plus.batch.length) == (task, length)
 
 
+def test_the_llp_papers_recipe_has_its_table_and_the_benchmarks_training():
+    config = TrainConfig.from_file(recipe_path("lra-image-llp"))
+    model, optimizer = config.model, config.optimizer
+    assert (model.num_layers, model.num_heads, model.dim, model.ff_mult * model.dim) == (3, 4, 64, 128)
+    assert (model.attention, model.position, config.classify.dataset) == ("llp", "rope", "image")
+    assert (optimizer.lr, config.batch.size, config.run.steps) == (5e-4, 256, 200 * 45_000 // 256)
+    assert (model.dropout, model.attention_dropout) == (0.3, 0.2)
+
+
 OTHERS = (*(f"lra-{task}" for task in PAPER if task != "pathfinder128"), "lra-listops-short", "lra-image-small")
 LATER = [pytest.param(recipe, marks=pytest.mark.slow) for recipe in OTHERS]
 
