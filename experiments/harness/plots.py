@@ -76,9 +76,14 @@ def draw_panels(figure: Figure, panels: Sequence[Panel], rows: Sequence[Row], wi
 def draw_panel(axis: Axes, panel: Panel, rows: Sequence[Row], order: Sequence[Any] = (None,)) -> None:
     """Draw `y` over `x`: means over seeds, standard deviations as bars, categories side by side.
 
-    `order` lists the values of `by`; a value's place gives its colour and marker.
+    `order` lists the values of `by`; a value's place gives its colour and marker. Rows of an older recipe may lack the
+    panel's columns; a panel without rows says so.
     """
     rows = [row for row in rows if row.get(panel.y) is not None and row.get(panel.x) is not None]
+    rows = [row for row in rows if panel.by is None or panel.by in row]
+    if not rows:
+        axis.text(0.5, 0.5, "not measured", ha="center", transform=axis.transAxes)
+        axis.set(xticks=[], yticks=[])
     names = list(dict.fromkeys(str(row[panel.x]) for row in rows if isinstance(row[panel.x], str)))
     present = {row.get(panel.by) for row in rows} if panel.by else {None}
     series = [name for name in order if name in present]

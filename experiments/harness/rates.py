@@ -35,10 +35,8 @@ def searches_of(units: Sequence[Unit]) -> list[Unit]:
     threads = min((unit.threads for unit in units), default=1)
     for unit in units:
         if unit.rates and unit.arm not in found:
-            asked: list[Any] = [unit.settings, unit.rates, unit.sizes, unit.held]
-            asked += [unit.chosen_on] if unit.chosen_on else []
-            asked += [] if unit.kind == "train" else [measuring_code(Path(unit.experiment))]
-            same, folder = digest(asked), str(_folder(unit))
+            own = "" if unit.kind == "train" else measuring_code(Path(unit.experiment))
+            same, folder = digest([unit.training, own]), str(_folder(unit))
             found[unit.arm] = replace(
                 unit,
                 kind="search",

@@ -7,6 +7,16 @@ from experiments.harness.plots import draw_panel
 from experiments.harness.recipe import Panel
 
 
+@pytest.mark.parametrize("row", [{"arm": "a"}, {"arm": "a", "loss": None, "kind": 1}, {"arm": "a", "loss": 2.0}])
+def test_a_panel_whose_columns_no_row_has_says_so(row):
+    axis = Figure().subplots()
+    draw_panel(axis, Panel(x="arm", y="loss", by="kind"), [row], (1,))
+    assert [text.get_text() for text in axis.texts] == ["not measured"]
+    assert not axis.lines
+    draw_panel(axis, Panel(x="arm", y="loss", by="kind"), [{"arm": "a", "loss": 2.0, "kind": 1}], (1,))
+    assert axis.lines
+
+
 @pytest.mark.parametrize(
     ("panel", "labels"),
     [

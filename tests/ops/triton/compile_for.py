@@ -211,8 +211,8 @@ def report(calls, lengths):
     return {"kernels": compiled.report(), "compiled again": again}
 
 
-def compile_for(arch, which, family):
-    """Return the report of a family: `quick`, what is used most, at all lengths; a dtype, all sizes in it."""
+def compile_for(arch, which, family, calls=None):
+    """Return the report of a family: `quick`, what is used most, at all lengths; a dtype, `calls` (None: all) in it."""
     triton.runtime.driver.set_active(Target(arch))
     torch.set_float32_matmul_precision("high" if which == "tf32" else "highest")
     common.card = lambda device: CARDS[arch]
@@ -220,7 +220,7 @@ def compile_for(arch, which, family):
     if which == "quick":
         found = report(QUICK[family], LENGTHS)
     else:
-        found = report([partial(call, dtype=DTYPES[which]) for call in ALL[family]], ())
+        found = report([partial(call, dtype=DTYPES[which]) for call in calls or ALL[family]], ())
     return {"limit": CARDS[arch].shared, **found}
 
 
@@ -236,9 +236,8 @@ def is_shown(call):
 
 def rows(family, which, arch):
     """Return what docs/gpu.md shows of a family in a dtype on a card: a row for each kernel and size."""
-    ALL[family] = list(filter(is_shown, ALL[family]))
     found = {}
-    for kernel in compile_for(arch, which, family)["kernels"]:
+    for kernel in compile_for(arch, which, family, filter(is_shown, ALL[family]))["kernels"]:
         channels = int(kernel.get("K", kernel.get("L", kernel["V"])))
         numbers = [kernel[name] for name in ("shared", "registers", "stack")]
         case = found.setdefault((kernel["kernel"], channels), numbers)

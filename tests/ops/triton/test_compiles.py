@@ -10,12 +10,11 @@ import pytest
 
 STACK = 1024
 """Bytes a thread that registers may spill, where `NAMED` has no reason for more."""
-WIDE = "a program holds all key channels, without tensor cores in float32"
 NAMED = {
-    ("walk_kernel", "256", "float32"): WIDE, ("walk_back_kernel", "256", "float32"): WIDE,
-    ("walk_back_kernel", "128", "float32"): WIDE, ("walk_kernel", "256", "float16"): WIDE,
+    ("walk_kernel", "256", "float32"): 1536, ("walk_back_kernel", "256", "float32"): 1600,
+    ("walk_back_kernel", "128", "float32"): 2432, ("walk_kernel", "256", "float16"): 1536,
 }  # fmt: skip
-"""Reasons, by kernel, key channels and dtype: at most 2.4 KiB (docs/gpu.md)."""
+"""More bytes for kernels of which a program holds all key channels, by kernel, channels and dtype (docs/gpu.md)."""
 FAMILIES = ("gated_scan", "delta_scan", "running_softmax", "gated_mean", "block_attention")
 DTYPES = ("bfloat16", "float16", "float32", "tf32")
 CARDS = (80, 86, 89, 90)
@@ -37,7 +36,7 @@ def compiled(*specs):
         for kernel in reports[spec]["kernels"]:
             assert kernel["shared"] <= reports[spec]["limit"], (spec, kernel)
             named = kernel["kernel"], kernel.get("K"), dtype
-            assert kernel["stack"] <= STACK or named in NAMED, (spec, kernel)
+            assert kernel["stack"] <= NAMED.get(named, STACK), (spec, kernel)
     return reports
 
 
