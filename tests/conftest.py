@@ -41,12 +41,13 @@ drawn_before: Any = None
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark as slow laws that a class does not name in `laws`, and what another test of the same law nearly covers.
 
-    That is compiling by inductor, compiling second forms, and long inputs in bfloat16, whose range is float32's.
+    That is compiling by inductor, long inputs in bfloat16, whose range is float32's, and the laws that take longest
+    (costs, compiling, long inputs) of second forms.
     """
     contract, law = getattr(item, "cls", None), re.match(r"test_law_(\d+)(.*inductor|.*bfloat16)?", item.name)
     if law is None or contract is None or not issubclass(contract, AttentionContract):
         return
-    second = contract.__name__.endswith("Bidirectional") and law[1] == "12"
+    second = contract.__name__.endswith("Bidirectional") and law[1] in ("06", "12", "14")
     if int(law[1]) not in contract.laws or law[2] or second:
         item.add_marker("slow")
 
