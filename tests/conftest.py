@@ -52,6 +52,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("slow")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests marked `together` first: the processes of pytest-xdist take over each other's last tests.
+
+    A process that takes over one of them would make, or wait for, what they share.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("together") is None)
+
+
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
     """The folder of real data, `SUBQUAD_DATA` or `../shared/data`; the test is skipped where there is none."""

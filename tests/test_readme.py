@@ -65,6 +65,8 @@ COMMANDS += [
 ]
 
 
+pytestmark = pytest.mark.together
+
 SMALLEST = {
     "ops": "--device cpu --tokens 16 --batch_tokens 16 --heads 2 --channels 16 --latents 4 --segment 8 --repeats 1 "
     "--peers none",

@@ -14,7 +14,7 @@ from subquad.training.reading import RunOrder
 from tests.training.cases import FEW, KINDS, STACKS
 from tests.training.helpers import python, records, steps_of
 
-pytestmark = pytest.mark.timeout(1200)  # the first test waits for all processes
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.together]  # the first test waits for all processes
 
 
 def run_cases(factory, name):
