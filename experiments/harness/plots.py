@@ -34,18 +34,19 @@ LABELS = {
 
 
 def draw(experiment: Path, recipe: Recipe, rows: Sequence[Row], file: Path) -> None:
-    """Draw the rows into a PNG file. Raises `ValueError` if there are none."""
+    """Draw the rows into a PNG file, without the panels of other scales. Raises `ValueError` if there are none."""
     if not rows:
         raise ValueError(f"{experiment.name} has no rows to draw")
     own = function(experiment, "draw")
-    count = max(1, len(recipe.panels))
+    panels = [panel for panel in recipe.panels if select(rows, panel.where)] or recipe.panels
+    count = max(1, len(panels))
     width, height = min(count, COLUMNS), math.ceil(count / COLUMNS)
     figure = Figure(figsize=(max(6.4, 4.8 * width), 4.2 * height), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     if own is not None:
         own(figure, list(rows))
     else:
-        draw_panels(figure, recipe.panels, rows, width, height)
+        draw_panels(figure, panels, rows, width, height)
     figure.savefig(file, format="png")
 
 
