@@ -119,9 +119,10 @@ def _key(row: Row, labels: Iterable[str]) -> str:
 
 
 def _labels(rows: Sequence[Row], metric: str) -> tuple[str, ...]:
-    """Return the columns that identify a row apart from its seed: texts, and numbers equal for all seeds of an arm.
+    """Return the columns that identify a row apart from its seed: those with the same values for all seeds of an arm.
 
-    If each arm has one seed, integers identify a row and floats are measurements.
+    A text can be a measurement too, as whether a run reached a plateau. If each arm has one seed, floats are
+    measurements and all else identifies a row.
     """
     names = sorted({name for row in rows for name in row} - {metric, "seed"})
     return tuple(name for name in names if _is_label(rows, name))
@@ -131,8 +132,6 @@ def _is_label(rows: Sequence[Row], name: str) -> bool:
     values = [row.get(name) for row in rows]
     if any(isinstance(value, list) for value in values):
         return False
-    if not any(_is_number(value) for value in values):
-        return True
     found: dict[Any, dict[Any, set[Any]]] = {}
     for row, value in zip(rows, values, strict=True):
         found.setdefault(row.get("arm"), {}).setdefault(row.get("seed"), set()).add(value)
