@@ -54,7 +54,7 @@ def test_the_noise_is_pooled_over_rows_that_differ_only_in_the_seed():
     assert spread([{**row, "loss": row["loss"] + row["tokens"]} for row in two]) == (math.sqrt(2.0), 2)
     counted = [{**row, "bytes": 10 * row["tokens"] + row["seed"]} for row in two]  # differs with the seed: no label
     assert spread(counted) == (math.sqrt(2.0), 2)
-    said = [{**row, "plateau": "yes" if row["seed"] else "none"} for row in two]  # so does a text, measured for each seed
+    said = [{**row, "plateau": "yes" if row["seed"] else "none"} for row in two]  # so can a text
     assert spread(said) == (math.sqrt(2.0), 2)
     assert spread([{**row, "share": row["tokens"] / 4, "loss_blocks": [row["loss"]]} for row in two])[1] == 2
     assert difference(two[:2], two[2:], "loss", Noise(2.0, 3)).error == 2.0
