@@ -38,7 +38,7 @@ def draw(experiment: Path, recipe: Recipe, rows: Sequence[Row], file: Path) -> N
     if not rows:
         raise ValueError(f"{experiment.name} has no rows to draw")
     own = function(experiment, "draw")
-    panels = [panel for panel in recipe.panels if select(rows, panel.where)] or recipe.panels
+    panels = measured(recipe.panels, rows)
     count = max(1, len(panels))
     width, height = min(count, COLUMNS), math.ceil(count / COLUMNS)
     figure = Figure(figsize=(max(6.4, 4.8 * width), 4.2 * height), dpi=120, layout="constrained")
@@ -48,6 +48,11 @@ def draw(experiment: Path, recipe: Recipe, rows: Sequence[Row], file: Path) -> N
     else:
         draw_panels(figure, panels, rows, width, height)
     figure.savefig(file, format="png")
+
+
+def measured(panels: Sequence[Panel], rows: Sequence[Row]) -> list[Panel]:
+    """Return the panels that have rows, or all if none has: those of other scales' arms have none."""
+    return [panel for panel in panels if select(rows, panel.where)] or list(panels)
 
 
 def known_columns(panels: Sequence[Panel]) -> set[str]:

@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.figure import Figure
 
-from experiments.harness.plots import draw_panel
+from experiments.harness.plots import draw_panel, measured
 from experiments.harness.recipe import Panel
 
 
@@ -15,6 +15,12 @@ def test_a_panel_whose_columns_no_row_has_says_so(row):
     assert not axis.lines
     draw_panel(axis, Panel(x="arm", y="loss", by="kind"), [{"arm": "a", "loss": 2.0, "kind": 1}], (1,))
     assert axis.lines
+
+
+def test_panels_of_other_scales_are_left_out():
+    panels = [Panel(x="arm", y="loss", where={"corpus": corpus}) for corpus in ("books", "wiki")]
+    assert measured(panels, [{"arm": "a", "loss": 2.0, "corpus": "wiki"}]) == panels[1:]
+    assert measured(panels, [{"arm": "a", "loss": 2.0}]) == panels
 
 
 @pytest.mark.parametrize(
