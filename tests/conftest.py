@@ -34,6 +34,8 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 ROOT = Path(__file__).resolve().parents[1]
+COMPILED = ("full", "latte", "gla", "delta_net", "elita")
+"""One mechanism of each engine: block attention, running softmax, gated scan, delta scan, gated mean."""
 frozen_modules = 0
 drawn_before: Any = None
 
@@ -41,14 +43,15 @@ drawn_before: Any = None
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark as slow laws that a class does not name in `laws`, and what another test of the same law nearly covers.
 
-    That is compiling by inductor, long inputs in bfloat16, whose range is float32's, and the laws that take longest
-    (costs, compiling, long inputs) of second forms.
+    That is compiling by inductor, and at all where another mechanism has the same engine; long inputs in bfloat16,
+    whose range is float32's; and the laws that take longest (costs, long inputs) of second forms.
     """
     contract, law = getattr(item, "cls", None), re.match(r"test_law_(\d+)(.*inductor|.*bfloat16)?", item.name)
     if law is None or contract is None or not issubclass(contract, AttentionContract):
         return
     second = contract.__name__.endswith("Bidirectional") and law[1] in ("06", "12", "14")
-    if int(law[1]) not in contract.laws or law[2] or second:
+    same_engine = law[1] == "12" and contract.name not in COMPILED and contract.__module__.startswith("tests.attention")
+    if int(law[1]) not in contract.laws or law[2] or second or same_engine:
         item.add_marker("slow")
 
 

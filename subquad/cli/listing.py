@@ -34,8 +34,8 @@ TESTS = Path(__file__).parents[2] / "tests" / "attention"
 """Contract tests of the repository, which an installed package lacks."""
 TRIED = (
     "`make test` tests each law with `yes` on the causal and bidirectional forms (laws 6, 12 and 14 on one of them; "
-    "law 12 by `aot_eager`, law 14 in float16). With other options it tests the laws that they can break; "
-    "`make test-long` tests the rest"
+    "law 12 by `aot_eager` on one mechanism of each engine, law 14 in float16). With other options it tests the "
+    "laws that they can break; `make test-long` tests the rest"
 )
 STATE_OF = {"dim": 256, "num_heads": 4}
 STATE_AFTER = 16_384

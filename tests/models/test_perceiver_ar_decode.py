@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from subquad import State
 from subquad.testing import assert_exact, assert_in_budget, assert_same_maths
 from tests.models import small
+from tests.ops.cases import thinned
 
-each_history = pytest.mark.parametrize("form", ["cross-short", "self", "segments", "compressed-late"])
-every_mode = pytest.mark.parametrize("decode", ["exact", "refill"])
+HISTORIES = ("cross-short", "self", "segments", "compressed-late")
 
 
 def decoding(form, decode="exact", refill=None, **fields):
@@ -38,7 +38,7 @@ def test_exact_equals_the_pass_over_all_tokens_at_each_step(form, fields):
         assert state.seen == small.TOKENS
 
 
-@every_mode
+@pytest.mark.parametrize("decode", ["exact", "refill"])
 def test_one_latent_decodes_as_a_pass_for_each_token(decode):
     model, ids = small.perceiver_ar("segments-short", {"latents": 1, "decode": decode}), small.tokens(2)
     state = model.read(ids[:, :3])
@@ -92,8 +92,7 @@ def test_frozen_equals_one_pass_and_ends_where_the_latents_do(form):
     assert decoding(form).most_new_tokens(10) is None
 
 
-@each_history
-@every_mode
+@thinned(2, form=HISTORIES, decode=("exact", "refill"))
 @settings(max_examples=2)
 @given(prompt=st.integers(0, 10), cuts=st.lists(st.integers(0, 8), max_size=3).map(sorted))
 def test_many_tokens_at_once_are_the_same_as_one_by_one(form, decode, prompt, cuts):
@@ -111,9 +110,9 @@ def test_many_tokens_at_once_are_the_same_as_one_by_one(form, decode, prompt, cu
     assert_exact(state.tensor("tokens"), alone.tensor("tokens"))
 
 
-@each_history
-@pytest.mark.parametrize(("decode", "prompt"), [("exact", 8), ("refill", 2)])
-def test_padding_is_as_if_removed_before_and_after_a_state(form, decode, prompt):
+@thinned(2, form=HISTORIES, decode=("exact", "refill"))
+def test_padding_is_as_if_removed_before_and_after_a_state(form, decode):
+    prompt = 8 if decode == "exact" else 2
     model, ids, mask = decoding(form, decode), small.tokens(4), small.sparse_mask()
     _, state = model(ids[:, :prompt], mask=mask[:, :prompt])
     logits, state = model(ids[:, prompt:], state, mask[:, prompt:])
@@ -148,8 +147,7 @@ def test_a_full_frozen_row_raises_only_when_it_gets_a_token():
         model(ids[:, 7:8], state, torch.tensor([[True], [False]]))
 
 
-@each_history
-@pytest.mark.parametrize("decode", ["exact", "refill", "frozen"])
+@thinned(3, form=HISTORIES, decode=("exact", "refill", "frozen"))
 def test_reading_without_outputs_leaves_the_state_of_reading(form, decode):
     model, ids = decoding(form, decode), small.tokens()
     for prompt in (4, 9):

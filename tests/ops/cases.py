@@ -80,7 +80,7 @@ def assert_all_in_budget(actual, plain, exact, dtype, what=""):
 
 
 def thinned(every, **axes):
-    """Parametrize with all combinations; all but one in `every` are slow, and each value is in a fast one.
+    """Parametrize with all combinations; all but one in `every` are slow.
 
     On a GPU, where kernels are not interpreted, none is slow.
     """

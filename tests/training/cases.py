@@ -45,7 +45,6 @@ STACKS = {
 }
 MIXED = {"model.attention": ["llp", "latte", "linear", "elita", "window", "full"], "model.num_layers": 6}
 MODELS = {"llp": {}, "latte": {"model.attention": "latte"}, "mixed": MIXED, **STACKS}
-FEW = ("latte", "packed")
 ONE, TWO, SHARD = {"batch.size": 1}, {"batch.size": 2}, {"parallel.shard": True}
 SHARDED = {**ONE, **SHARD, "batch.accumulation": 2}
 
@@ -269,14 +268,14 @@ SKIP = {"run.nonfinite": "skip"}
 
 
 def alone(rank, folder):
-    models(rank, folder, "one", {}, ("llp", *FEW))
+    models(rank, folder, "one", {}, ("llp", "packed"))
     nonfinite(folder, rank, {"one skips": SKIP})
     train_in(folder / "whole", {"run.steps": 6})
 
 
 def together(rank, folder):
     models(rank, folder, "ddp", TWO, ("llp", "packed"))
-    models(rank, folder, "fsdp", {**SHARDED, "run.activation_checkpointing": True}, FEW)
+    models(rank, folder, "fsdp", {**SHARDED, "run.activation_checkpointing": True}, ["packed"])
     order(folder, rank)
     nonfinite(folder, rank, {"two skips": SKIP | TWO, "shards skip": SKIP | TWO | SHARD, "stops": TWO})
     full_disk(folder, rank)

@@ -152,7 +152,7 @@ def in_pieces(kind, inputs, state, cuts):
 # The laws of all scans.
 
 
-@thinned(3, case=CASES)
+@thinned(5, case=CASES)
 def test_outputs_states_and_gradients(case):
     kind, tokens, K, V, dtype, *size = case
     # One latent has one log-normaliser a head: the gradient of a single number may cancel.
@@ -177,7 +177,7 @@ def test_each_result_has_its_own_gradients(which, kind):
 
 
 @short
-@thinned(2, kind=KINDS)
+@thinned(3, kind=KINDS)
 def test_padding_does_not_exist(kind):
     mask = mask_with([(9, T - 15, 6), (0, T - 7, 7)]).to(DEVICE)
     inputs, state = make(kind, T, size=2.0, batch=2, heads=2)
@@ -322,7 +322,7 @@ def test_other_dtypes_and_devices_are_refused(kind, op, monkeypatch):
 # The gated scan.
 
 
-@thinned(2, kind=("head mean", "channel mean"), dtype=LOW_PRECISION)
+@thinned(3, kind=("head mean", "channel mean"), dtype=LOW_PRECISION)
 def test_strong_decays(kind, dtype):
     """Logarithms of decays from -1e-3 to -1e4 side by side, and some that forget all."""
     (*inputs, log_f), state = make(kind, 70, dtype)
