@@ -15,10 +15,11 @@ JUDGED_TOGETHER = {"gated_delta_net": 6, "kda": 6, "mamba2": 2}
 """Inputs whose errors are judged together in float32: of one, the plain form's few gradients of a head may be lucky."""
 ENGINES = ["full", "latte", "linear"]
 """Block attention, running softmax and scan: the others give the kernels no other roundings in half precision."""
-QUICK = [(name, "float32") for name in sorted(set(names()) - WITHOUT_KERNELS)]
-QUICK += [(name, dtype) for name in ENGINES for dtype in ("bfloat16", "autocast")]
-EVERY = [(name, dtype) for name, _ in QUICK[: -2 * len(ENGINES)] for dtype in ("bfloat16", "float16", "autocast")]
-CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in QUICK)]
+QUICK = [(name, dtype) for name in ENGINES for dtype in ("float32", "bfloat16", "autocast")]
+QUICK += [(name, "float32") for name in ("delta_net", "elita", "longformer", "latte_macchiato")]  # delta scan, gated mean, unions
+DTYPES = ("float32", "bfloat16", "float16", "autocast")
+EVERY = [(name, dtype) for name in sorted(set(names()) - WITHOUT_KERNELS) for dtype in DTYPES]
+CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in EVERY]
 
 
 def layer_of(name, dtype):
