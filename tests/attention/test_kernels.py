@@ -16,7 +16,8 @@ JUDGED_TOGETHER = {"gated_delta_net": 6, "kda": 6, "mamba2": 2}
 ENGINES = ["full", "latte", "linear"]
 """Block attention, running softmax and scan: the others give the kernels no other roundings in half precision."""
 QUICK = [(name, dtype) for name in ENGINES for dtype in ("float32", "bfloat16", "autocast")]
-QUICK += [(name, "float32") for name in ("delta_net", "elita", "longformer", "latte_macchiato")]  # delta scan, gated mean, unions
+# Delta scan, gated mean, gathered keys, a window beside latents.
+QUICK += [(name, "float32") for name in ("delta_net", "elita", "longformer", "latte_macchiato")]
 DTYPES = ("float32", "bfloat16", "float16", "autocast")
 EVERY = [(name, dtype) for name in sorted(set(names()) - WITHOUT_KERNELS) for dtype in DTYPES]
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in EVERY]
