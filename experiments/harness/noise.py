@@ -11,8 +11,9 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 from typing import Any, Self
+
+from scipy.special import stdtrit
 
 Row = dict[str, Any]
 HOLDS, FAILS = "holds", "does not hold"
@@ -249,20 +250,8 @@ def judge(found: Sequence[Difference], seeds: int = SEEDS, margin: float = 0.0) 
 
 
 def quantile(p: float, freedom: int) -> float:
-    """Return a quantile of Student's t: exact for 1 and 2 degrees of freedom, else by Cornish-Fisher (within 1 %)."""
-    if freedom < 1:
-        return math.inf
-    if freedom == 1:
-        return math.tan(math.pi * (p - 0.5))
-    if freedom == 2:
-        return (2 * p - 1) * math.sqrt(2 / (4 * p * (1 - p)))
-    z, n = NormalDist().inv_cdf(p), freedom
-    return (
-        z
-        + (z**3 + z) / (4 * n)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    )
+    """Return a quantile of Student's t; infinite without a degree of freedom."""
+    return float(stdtrit(freedom, p)) if freedom else math.inf
 
 
 def select(rows: Iterable[Row], labels: Mapping[str, Any]) -> list[Row]:

@@ -8,6 +8,7 @@ import pytest
 
 from experiments.harness import noise
 from experiments.harness.noise import (
+    EXACT,
     FAILS,
     HOLDS,
     INDICATION,
@@ -119,8 +120,8 @@ def test_the_gain_over_a_baseline():
 
 
 def test_quantiles_are_those_of_tables_of_students_t():
-    for freedom, value in {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 8: 2.306, 30: 2.042}.items():
-        assert abs(quantile(0.975, freedom) / value - 1) < 0.01
+    for freedom, value in {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 8: 2.306, 30: 2.042, EXACT: 1.960}.items():
+        assert f"{quantile(0.975, freedom):.3f}" == f"{value:.3f}"
     assert quantile(0.975, 0) == math.inf
 
 
