@@ -112,7 +112,7 @@ def load_gpt2(vocabulary: Path, merges: Path) -> Tokenizer:
             if token not in ids:
                 raise ValueError(f"{merges}, line {number}: {vocabulary.name} has no token {token!r}")
         pairs.append((parts[0], parts[1]))
-    for byte in pre_tokenizers.ByteLevel.alphabet():
+    for byte in sorted(pre_tokenizers.ByteLevel.alphabet()):
         if byte not in ids:
             raise ValueError(f"{vocabulary} has no token {byte!r}: a byte-level vocabulary must hold all 256 bytes")
     try:
