@@ -43,8 +43,8 @@ drawn_before: Any = None
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark as slow laws that a class does not name in `laws`, and what another test of the same law nearly covers.
 
-    That is compiling by inductor, and at all where another mechanism has the same engine; long inputs in bfloat16,
-    whose range is float32's; and the laws that take longest (costs, long inputs) of second forms.
+    That is compiling by inductor; compiling a mechanism whose engine one of `COMPILED` has; long inputs in bfloat16,
+    whose range is float32's; and the laws that take longest (costs, compiling, long inputs) of second forms.
     """
     contract, law = getattr(item, "cls", None), re.match(r"test_law_(\d+)(.*inductor|.*bfloat16)?", item.name)
     if law is None or contract is None or not issubclass(contract, AttentionContract):

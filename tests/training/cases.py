@@ -44,7 +44,7 @@ STACKS = {
     "loops": {"model.loops": 2, "model.loop_loss": "all", "model.lookup": 8, "model.tie_embeddings": False},
 }
 MIXED = {"model.attention": ["llp", "latte", "linear", "elita", "window", "full"], "model.num_layers": 6}
-MODELS = {"llp": {}, "latte": {"model.attention": "latte"}, "mixed": MIXED, **STACKS}
+MODELS = {"llp": {}, "mixed": MIXED, **STACKS}
 ONE, TWO, SHARD = {"batch.size": 1}, {"batch.size": 2}, {"parallel.shard": True}
 SHARDED = {**ONE, **SHARD, "batch.accumulation": 2}
 

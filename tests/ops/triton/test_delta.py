@@ -102,7 +102,7 @@ def test_strong_decays(kind, dtype):
     assert_all_in_budget((out[:, :, 40:], last), *(scan(*x, backend=form) for x, form in forms), dtype)
 
 
-@thinned(3, kind=("head", "channel shared", "none"), tokens=(40, 1))
+@thinned(3, kind=("channel shared", "head", "none"), tokens=(40, 1))
 def test_padding_does_not_exist(kind, tokens):
     mask = mask_with([(9, 25, 6), (0, 33, 7)])[:, 40 - tokens :].to(DEVICE)
     inputs, state = make(kind, tokens, batch=2)

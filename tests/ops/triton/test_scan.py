@@ -177,7 +177,7 @@ def test_each_result_has_its_own_gradients(which, kind):
 
 
 @short
-@thinned(3, kind=KINDS)
+@thinned(2, kind=KINDS)
 def test_padding_does_not_exist(kind):
     mask = mask_with([(9, T - 15, 6), (0, T - 7, 7)]).to(DEVICE)
     inputs, state = make(kind, T, size=2.0, batch=2, heads=2)
