@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 from benchmarks.config import DecodeConfig
 from benchmarks.decode import measure_decode
 from experiments.harness.curves import means
-from experiments.harness.noise import FAILS, HOLDS
+from experiments.harness.noise import FAILS, HOLDS, Difference, Row, gain, pooled, select
 from experiments.harness.units import Unit
 from subquad.attention import mechanism, names
 
@@ -15,7 +15,7 @@ FLAT, GROWS = 1.1, 2.0
 """Largest ratio of a constant time, and smallest of a growing one, relative to the shortest context."""
 
 
-def run(unit: Unit) -> list[dict[str, Any]]:
+def run(unit: Unit) -> list[Row]:
     """Time all mechanisms and contexts in turns in one process."""
     causal = [name for name in names() if "causal" in mechanism(name).forms]
     rows = []
@@ -31,33 +31,61 @@ def run(unit: Unit) -> list[dict[str, Any]]:
     return rows
 
 
-def longest(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
-    """Return the mean of a column after the longest context, by mechanism."""
-    return means(rows, "mechanism", name, context=max(row["context"] for row in rows))
+def longest(rows: list[Row]) -> list[Row]:
+    """Return the rows after the longest context."""
+    return select(rows, {"context": max(row["context"] for row in rows)})
 
 
-def contexts(rows: list[dict[str, Any]]) -> str:
+def contexts(rows: list[Row]) -> str:
     """Return the shortest and the longest context as text."""
     sizes = [row["context"] for row in rows]
     return f"{min(sizes):,} to {max(sizes):,}"
 
 
-def claim_constant_is_flat(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+def ratios(rows: list[Row], metric: str, limit: float, sign: float) -> dict[str, Difference]:
+    """Return `sign * (ratio - limit)` of each mechanism, smallest ratio first, with the spread between runs, pooled."""
+    limited = [{**row, "limit": limit} for row in rows]
+    spread = pooled(limited, metric)
+    of = {row["mechanism"]: select(limited, {"mechanism": row["mechanism"]}) for row in rows}
+    found = {name: gain(some, metric, "limit", sign, spread) for name, some in of.items()}
+    return dict(sorted(found.items(), key=lambda item: item[1].left))
+
+
+def shown(found: dict[str, Difference], digits: int = 2) -> str:
+    """Return the ratios, with the reach of their intervals if there are several runs, as text."""
+    reach = {name: one.interval()[1] - one.value for name, one in found.items()}
+    known = {name: f" ± {size:.{digits}f}" if math.isfinite(size) else "" for name, size in reach.items()}
+    return ", ".join(f"{name} {one.left:.{digits}f}{known[name]}" for name, one in found.items())
+
+
+def claim_constant_is_flat(rows: list[Row]) -> tuple[list[Difference], str]:
     """Compare the time after the longest and the shortest context, for mechanisms with a constant state."""
-    ratios = {name: ratio for name, ratio in longest(rows, "of_shortest").items() if not mechanism(name).state_grows}
-    shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in sorted(ratios.items(), key=lambda item: item[1]))
-    holds = all(ratio <= FLAT for ratio in ratios.values())
-    return (HOLDS if holds else FAILS), f"{shown} ({contexts(rows)})"
+    constant = [row for row in longest(rows) if not mechanism(row["mechanism"]).state_grows]
+    found = ratios(constant, "of_shortest", FLAT, -1.0)
+    return list(found.values()), f"{shown(found)} ({contexts(rows)})"
 
 
-def claim_full_grows(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+def claim_full_grows(rows: list[Row]) -> tuple[list[Difference], str]:
     """Compare the time after the longest and the shortest context, for mechanisms that keep every token."""
-    ratios = {name: ratio for name, ratio in longest(rows, "of_shortest").items() if mechanism(name).state_grows}
-    shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-    return (HOLDS if ratios["full"] >= GROWS else FAILS), f"{shown} ({contexts(rows)})"
+    growing = sorted({row["mechanism"] for row in rows if mechanism(row["mechanism"]).state_grows})
+    found: dict[str, Difference] = {}
+    for name in growing:  # not pooled: the spread of a ratio grows with it
+        found |= ratios(select(longest(rows), {"mechanism": name}), "of_shortest", GROWS, 1.0)
+    return [found["full"]], f"{shown(found)} ({contexts(rows)})"
 
 
-def claim_state_bytes(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+def claim_recurrent_faster(rows: list[Row]) -> tuple[list[Difference], str]:
+    """Compare linear attention and Latte with full attention after the longest context."""
+    last = longest(rows)
+    full = {row["seed"]: row["ms"] for row in select(last, {"mechanism": "full"})}
+    faster = [
+        {**row, "faster": full[row["seed"]] / row["ms"]} for row in select(last, {"mechanism": ["linear", "latte"]})
+    ]
+    found = ratios(faster, "faster", 1.0, 1.0)
+    return list(found.values()), f"times faster: {shown(found, 1)} ({contexts(rows)})"
+
+
+def claim_state_bytes(rows: list[Row]) -> tuple[str, str]:
     """Check that the states declared constant have the same bytes after every context."""
     same = True
     sizes = sorted({row["context"] for row in rows})
@@ -65,13 +93,5 @@ def claim_state_bytes(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
         if row["context"] == sizes[-1] and not mechanism(row["mechanism"]).state_grows:
             others = [r for r in rows if r["mechanism"] == row["mechanism"]]
             same = same and all(r["state_bytes"] == row["state_bytes"] for r in others)
-    shown = ", ".join(f"{name} {n / 2**10:,.0f}" for name, n in longest(rows, "state_bytes").items())
-    return (HOLDS if same else FAILS), f"KiB after {sizes[-1]:,} tokens: {shown}"
-
-
-def claim_recurrent_faster(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """Compare linear attention and Latte with full attention after the longest context."""
-    ms = longest(rows, "ms")
-    shown = ", ".join(f"{name} {ms['full'] / ms[name]:.1f} times faster" for name in ("linear", "latte"))
-    holds = all(ms[name] < ms["full"] for name in ("linear", "latte"))
-    return (HOLDS if holds else FAILS), f"{shown} ({contexts(rows)})"
+    kib = ", ".join(f"{name} {n / 2**10:,.0f}" for name, n in means(longest(rows), "mechanism", "state_bytes").items())
+    return (HOLDS if same else FAILS), f"KiB after {sizes[-1]:,} tokens: {kib}"

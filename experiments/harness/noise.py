@@ -166,20 +166,24 @@ def difference(left: Sequence[Row], right: Sequence[Row], metric: str, noise: No
     if not left or not right:
         return None
     a, b = (statistics.mean(row[metric] for row in side) for side in sides)
-    if noise.apart.intersection(_key(row, noise.labels) for side in sides for row in side):
-        enough = all(len(side) > 1 for side in sides)
-        parts = [
-            (statistics.variance(row[metric] for row in side) / len(side) if enough else math.nan, len(side) - 1)
-            for side in sides
-        ]
-    else:
-        parts = [(noise.deviation**2 * (1 / len(left) + 1 / len(right)), noise.freedom)]
+    parts = _seeds_error(sides, metric, noise)
     text = text_error(left, right, metric)
     if text is not None:
         parts.append((text[0] ** 2, text[1]))
     square = sum(part for part, _ in parts)
     seeds = min(len({row.get("seed") for row in side}) for side in sides)
     return Difference(a - b, math.sqrt(square), _freedom(parts), seeds, text is not None, a, b)
+
+
+def _seeds_error(sides: Sequence[Sequence[Row]], metric: str, noise: Noise) -> list[tuple[float, int]]:
+    """Return the squared error that seeds cause in a mean or a difference of means, in parts with their freedom."""
+    if noise.apart.intersection(_key(row, noise.labels) for side in sides for row in side):
+        enough = all(len(side) > 1 for side in sides)
+        return [
+            (statistics.variance(row[metric] for row in side) / len(side) if enough else math.nan, len(side) - 1)
+            for side in sides
+        ]
+    return [(noise.deviation**2 * sum(1 / len(side) for side in sides), noise.freedom)]
 
 
 def _freedom(parts: Sequence[tuple[float, int]]) -> int:
@@ -220,7 +224,7 @@ def _blocks(rows: Sequence[Row], metric: str) -> list[float] | None:
 def gain(rows: Sequence[Row], metric: str, baseline: str, sign: float, noise: Noise) -> Difference:
     """Return the mean of `sign * (metric - baseline)`, two columns of the rows, with the errors of seeds and text."""
     values, bases = ([row[name] for row in rows] for name in (metric, baseline))
-    parts, blocks = [(noise.deviation**2 / len(rows), noise.freedom)], _blocks(rows, metric)
+    parts, blocks = _seeds_error((rows,), metric, noise), _blocks(rows, metric)
     if blocks is not None:
         error, freedom = _mean_error(blocks)
         parts.append((error**2, freedom))

@@ -119,6 +119,15 @@ def test_the_gain_over_a_baseline():
     assert (found.freedom, found.left, found.right) == (4, 2.5, 4.0)
 
 
+def test_the_gain_of_an_arm_with_a_spread_of_its_own():
+    """Variance 0.01 of three seeds, 100 times that of the others, which are left alone: 1e-4 with 4."""
+    spread = rows(a=[1.0, 1.1, 0.9], b=[2.0, 2.01, 1.99], c=[3.0, 3.01, 2.99])
+    for name, error, freedom in (("a", math.sqrt(0.01 / 3), 2), ("b", math.sqrt(1e-4 / 3), 4)):
+        own = [{**row, "chance": 4.0} for row in spread if row["arm"] == name]
+        found = gain(own, "loss", "chance", -1.0, pooled(spread, "loss"))
+        assert (found.error, found.freedom) == (pytest.approx(error), freedom)
+
+
 def test_quantiles_are_those_of_tables_of_students_t():
     for freedom, value in {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 8: 2.306, 30: 2.042, EXACT: 1.960}.items():
         assert f"{quantile(0.975, freedom):.3f}" == f"{value:.3f}"

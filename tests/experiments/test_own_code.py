@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from experiments.harness.claims import judged, read_expected
+from experiments.harness.noise import FAILS, HOLDS, UNRESOLVED
 from experiments.harness.units import code
 from subquad.models import Decoder, DecoderConfig
 from subquad.testing import assert_same_maths
@@ -67,3 +69,28 @@ def test_the_leak_is_shown_and_decoded_on_the_same_bytes():
     decoded_B, leaked_B = (torch.from_numpy(of(model, text_BT)) for of in (LEAK.decoded_loss, LEAK.shown_loss))
     with pytest.raises(AssertionError, match="not close"):
         assert_same_maths(decoded_B, leaked_B)
+
+
+@pytest.mark.parametrize(
+    ("claim", "times", "verdict"),
+    [
+        ("constant_is_flat", {"latte": [1.0, 1.01, 0.99], "linear": [1.0, 1.02, 0.98]}, HOLDS),
+        ("constant_is_flat", {"latte": [1.2, 1.21, 1.19], "linear": [1.0, 1.02, 0.98]}, FAILS),
+        ("constant_is_flat", {"latte": [1.0, 1.3, 0.8], "linear": [1.0, 1.2, 0.8]}, UNRESOLVED),
+        ("constant_is_flat", {"latte": [1.0], "linear": [1.0]}, UNRESOLVED),
+        ("full_grows", {"full": [8.0, 8.5, 8.2], "bigbird": [1.0, 1.1, 0.9]}, HOLDS),
+        ("full_grows", {"full": [1.3, 1.35, 1.32], "bigbird": [9.0, 9.1, 9.2]}, FAILS),
+        ("recurrent_faster", {"full": [4.0, 4.1, 4.2], "latte": [1.0, 1.01, 1.02], "linear": [1.0, 1.02, 0.98]}, HOLDS),
+        ("recurrent_faster", {"full": [4.0, 4.1, 4.2], "latte": [8.0, 8.2, 8.3], "linear": [1.0, 1.1, 1.2]}, FAILS),
+    ],
+)
+def test_claims_about_decoding_are_judged_by_the_spread_between_runs(claim, times, verdict):
+    """Each run has 1 ms after the shortest context and `times` after the longest."""
+    rows = [
+        {"arm": "a", "seed": seed, "mechanism": name, "context": context, "ms": ms, "of_shortest": ms}
+        for name, taken in times.items()
+        for seed, last in enumerate(taken)
+        for context, ms in ((1024, 1.0), (65536, last))
+    ]
+    claims = {one.id: one for one in read_expected(HOME / "decode").claims}
+    assert judged(HOME / "decode", claims[claim], rows, "cpu").verdict == verdict
