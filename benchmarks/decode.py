@@ -51,9 +51,10 @@ def measure_decode(config: DecodeConfig | None = None, /, **running: Unpack[Runn
     """Measure the time of one token after each context, beside transformers' models and steps written by hand.
 
     The context is read in pieces; then the same next token is decoded from the same state in every repeat, so the
-    context keeps its length. Repeats of all decoders and contexts are interleaved. A time runs from call to logits,
-    launches included, since a decoder waits for each token. `events` are the calls that torch's profiler sees in a
-    step. Weights are cast to the dtype. Other arguments and the treatment of failures are as in `measure_ops`.
+    context keeps its length. Repeats of all decoders and contexts are interleaved; `of_shortest` is the median over the
+    rounds of the time relative to that after the shortest context. A time runs from call to logits, launches included,
+    since a decoder waits for each token. `events` are the calls that torch's profiler sees in a step. Weights are cast
+    to the dtype. Other arguments and the treatment of failures are as in `measure_ops`.
     """
     config = DecodeConfig() if config is None else config
     check_decode(config)
@@ -76,9 +77,8 @@ def measure_decode(config: DecodeConfig | None = None, /, **running: Unpack[Runn
             failed = [one for one in (model, plain) if isinstance(one, Failure)]
             reads[key] = failed[0] if failed else attempt(_read, config, model, key, plain)
     progress.step("one token")
-    # Order by context, so that consecutive cases use different models.
-    turns = sorted(reads.items(), key=lambda item: item[0].tokens)
-    runs = {key: _run(done) for key, done in turns if isinstance(done, Read)}
+    # A decoder's contexts follow each other, so that a slow moment affects both sides of their ratio.
+    runs = {key: _run(done) for key, done in reads.items() if isinstance(done, Read)}
     times = interleave(runs, clock=wall_clock, repeats=config.repeats, seconds=config.seconds, most=MOST)
     rows = [_row(config, key, reads.get(key, OUT_OF_TIME), times) for key in keys]
     command = running.get("command", "")
@@ -165,7 +165,7 @@ def _row(config: DecodeConfig, key: Key, done: Read | Failure, times: dict[Key, 
     return {
         **row,
         "tokens_per_s": config.batch / result.median,
-        "of_shortest": result.median / shortest.median if isinstance(shortest, Timing) else None,
+        "of_shortest": result.relative_to(shortest) if isinstance(shortest, Timing) else None,
         "over_transformers": over(times.get(Key(theirs, "call", key.tokens)), result),
         "events": _events(done),
         "state_bytes": done.nbytes,

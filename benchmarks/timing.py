@@ -56,6 +56,10 @@ class Timing:
         """Return the 80th percentile."""
         return self._cut(-1)
 
+    def relative_to(self, base: Timing) -> float:
+        """Return the median of the ratios to `base` in the same round; noise that lasts longer than a round cancels."""
+        return statistics.median(time / other for time, other in zip(self.seconds, base.seconds, strict=True))
+
     def _cut(self, which: int) -> float:
         if len(self.seconds) == 1:
             return self.seconds[0]

@@ -98,3 +98,8 @@ def test_percentiles():
     timing = Timing((50.0, 10.0, 30.0, 0.0, 20.0, 40.0))
     assert (timing.p20, timing.median, timing.p80) == (10.0, 25.0, 40.0)
     assert (Timing((3.0,)).p20, Timing((3.0,)).p80) == (3.0, 3.0)
+
+
+def test_a_ratio_is_the_median_over_rounds():
+    """1 of 1 s, 9 of 3, 3 of 2 and 20 of 10 are ratios of 1, 3, 1.5 and 2; the medians' ratio would be 6 / 2.5."""
+    assert Timing((1.0, 9.0, 3.0, 20.0)).relative_to(Timing((1.0, 3.0, 2.0, 10.0))) == 1.75

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.harness.measure import in_blocks, measure_text, token_nats, unigram
+from experiments.harness import measure as measuring
+from experiments.harness.measure import in_blocks, measure_classes, measure_text, token_nats, unigram
 from experiments.harness.recipe import Held
 from subquad.data import DataConfig, prepare
 from subquad.evaluation import evaluate
@@ -86,6 +87,24 @@ def test_blocks_follow_the_text(measured):
     tokens = result.corpus.held_out.tokens
     whole = evaluate(result.model.model, tokens, length=16, stride=3)
     assert token_nats(result, tokens, Held(stride=3)).mean() == pytest.approx(whole.loss)
+
+
+def test_sequences_in_the_order_of_their_classes_are_dealt_to_the_blocks(monkeypatch):
+    """Of 400 sequences the first half are right: contiguous blocks of four would all be 0 or 1, dealt ones one in 8."""
+    right_N = np.arange(400) < 200
+
+    def accuracy_of(model, part, *rest, **options):
+        return SimpleNamespace(accuracy=right_N[part.indices].mean())
+
+    monkeypatch.setattr(measuring, "evaluate_classifier", accuracy_of)
+    corpus = SimpleNamespace(test=range(400), classes=("a", "b"), fingerprint="0123456789")
+    config = SimpleNamespace(batch=SimpleNamespace(size=4))
+    result = SimpleNamespace(corpus=corpus, model=SimpleNamespace(model=None), config=config)
+    row = measure_classes(result)
+    assert row == measure_classes(result)
+    assert (row["block_size"], len(row["accuracy_blocks"]), row["chance"]) == (4, 100, 0.5)
+    assert sum(row["accuracy_blocks"]) == 50
+    assert sum(block in (0.0, 1.0) for block in row["accuracy_blocks"]) < 25
 
 
 @pytest.mark.parametrize("held", [Held(stride=17), Held(skip=10**6)])
