@@ -82,7 +82,7 @@ def claim_recurrent_faster(rows: list[Row]) -> tuple[list[Difference], str]:
         {**row, "faster": full[row["seed"]] / row["ms"]} for row in select(last, {"mechanism": ["linear", "latte"]})
     ]
     found = ratios(faster, "faster", 1.0, 1.0)
-    return list(found.values()), f"times faster: {shown(found, 1)} ({contexts(rows)})"
+    return list(found.values()), f"{shown(found, 1)} times as fast ({contexts(rows)})"
 
 
 def claim_state_bytes(rows: list[Row]) -> tuple[str, str]:
