@@ -72,7 +72,7 @@ def run(name: str, folder: Path, steps: int | None) -> dict[str, Any]:
     result = train(config.replace(run=config.run.replace(**changes), schedule=schedule), console=console)
     if result.interrupted:
         raise SystemExit(f"interrupted; go on with: {command(steps)}")
-    corpus, decoder = result.corpus, result.model.model
+    corpus, decoder = result.corpus, result.decoder
     assert isinstance(corpus, Corpus)
     held_out = corpus.held_out
     counts: dict[str, Any] = {"text_bytes": held_out.text_bytes, "words": held_out.words}

@@ -109,7 +109,7 @@ def _ready(config: DecodeConfig, name: str) -> Any:
     if name == OURS:
         from subquad import hf  # loads transformers
 
-        model: Any = hf.from_transformers(Qwen(longest=longest, **config.sizes).model).model
+        model: Any = hf.from_transformers(Qwen(longest=longest, **config.sizes).model).decoder
     else:
         peer = name.startswith(PEER)
         model = peer_model(name, longest=longest, **config.sizes) if peer else _build(config, name)

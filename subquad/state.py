@@ -85,6 +85,10 @@ class State:
                 return found
         return None
 
+    def without(self, name: str) -> State:
+        """Return the state without one of its entries."""
+        return State({key: entry for key, entry in self.entries.items() if key != name}, self.config_hash)
+
     def to(self, device: torch.device | str) -> State:
         """Return the state on another device."""
         return self.map(lambda tensor: tensor.to(device))
@@ -191,7 +195,11 @@ def weights_hash(model: nn.Module) -> str:
     Every weight is read once: about a second for 1 GiB on a CPU.
     """
     found = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    tied: set[int] = set()
+    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+        if id(tensor) in tied:
+            continue
+        tied.add(id(tensor))
         values = tensor.detach().to("cpu").contiguous().reshape(-1)
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         found.update(str(zlib.crc32(memoryview(values.view(torch.uint8).numpy()))).encode())

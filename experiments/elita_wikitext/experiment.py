@@ -27,7 +27,7 @@ def measure(result: RunResult, unit: Unit) -> Row:
     tokens = 1000 if unit.scale == "smoke" else TOKENS
     held_T = torch.from_numpy(result.corpus.held_out.tokens[: tokens + 1].astype("int64"))
     held_T = held_T.repeat(-(-(tokens + 1) // len(held_T)))[: tokens + 1]
-    found = [is_finite(result.model.model, held_T[None], precision) for precision in (torch.float32, torch.bfloat16)]
+    found = [is_finite(result.decoder, held_T[None], precision) for precision in (torch.float32, torch.bfloat16)]
     return {"tokens": tokens, "finite": all(found)}
 
 

@@ -19,7 +19,7 @@ def measure(result: RunResult, unit: Unit) -> Row:
     assert isinstance(corpus, Corpus)
     held_N = np.asarray(corpus.held_out.tokens[: (unit.held or {})["tokens"]], dtype=np.int64)
     train_N = np.asarray(corpus.train.tokens[:COUNTED], dtype=np.int64)
-    layers = [block.attention for block in result.model.model.blocks()]
+    layers = [block.attention for block in result.decoder.blocks()]
     return {
         "bigram": bigram(train_N, held_N, corpus.train.vocab_size),
         "state_bytes": sum(layer.state_bytes(result.config.batch.length) for layer in layers),

@@ -97,7 +97,7 @@ def token_nats(result: RunResult, tokens: Tokens, held: Held) -> np.ndarray:
 
     Raises `ValueError` if the windows leave out tokens or none is left to score.
     """
-    model, length = result.model.model, held.length or result.config.batch.length
+    model, length = result.decoder, held.length or result.config.batch.length
     latents = model.predicts_last
     most = length if latents is None else min(length, latents)
     stride = held.stride or most

@@ -37,7 +37,7 @@ NOTHING = "nothing"
 def run(unit: Unit) -> list[Row]:
     """Train; return a row per length: nats per token on the last T / 2 tokens of the same documents."""
     T, held_NT = _length(unit), documents(unit)[0]
-    model = trained_on(unit, unit.settings).model.model
+    model = trained_on(unit, unit.settings).decoder
     found = {times: nats(model, held_NT, times * T, T // 2) for times in TIMES}
     short_NS = nats(model, held_NT, T // 8, T // 2)
     scored_NS = held_NT[:, -(T // 2) :].astype(np.int64)
@@ -66,7 +66,7 @@ def search(unit: Unit) -> float:
     tried = f"rate-{given['optimizer']['lr']:g}-sines-{given['model'].get('position_scale')}"
     run = {"steps": max(1, given["run"]["steps"] // SHARE), "folder": str(Path(unit.folder) / tried)}
     shorter = {"run": run, "schedule": {"warmup": given["schedule"]["warmup"] // SHARE}}
-    model = trained_on(unit, merged(given, shorter)).model.model
+    model = trained_on(unit, merged(given, shorter)).decoder
     return float(nats(model, documents(unit)[1], _length(unit), _length(unit) // 2).mean())
 
 

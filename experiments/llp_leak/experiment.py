@@ -32,7 +32,7 @@ def run(unit: Unit) -> dict[str, Any]:
     settings, steps = unit.settings, unit.settings["training"]["steps"]
     train_N, held_N = texts(settings, unit.seed)
     model = trained(unit, train_N, steps)
-    held_BT = windows(held_N, settings)[: settings["held_windows"]].to(model.head_weight.device)
+    held_BT = windows(held_N, settings)[: settings["held_windows"]].to(next(model.parameters()).device)
     shown_B = shown_loss(model, held_BT)
     decoded_B = decoded_loss(model, held_BT[:: max(1, len(held_BT) // settings["decoded_windows"])])
     report = audit(model.cpu(), long=0, contexts=[], seed=unit.seed, tokens=32)
@@ -57,7 +57,7 @@ def search(unit: Unit) -> float:
     train_N, held_N = texts(settings, unit.seed)
     model = trained(unit, train_N, max(1, settings["training"]["steps"] // SHARE))
     held_BT = windows(held_N, settings)[settings["held_windows"] :][: settings["searched_windows"]]
-    return float(shown_loss(model, held_BT.to(model.head_weight.device)).mean())
+    return float(shown_loss(model, held_BT.to(next(model.parameters()).device)).mean())
 
 
 def trained(unit: Unit, train_N: Tensor, steps: int) -> Decoder:
@@ -115,7 +115,7 @@ def train(model: Decoder, tokens_N: Tensor, settings: dict[str, Any], steps: int
     """Train with AdamW, a warm-up and a cosine schedule."""
     model.train()
     training, peak = settings["training"], settings["optimizer"]["lr"]
-    device = model.head_weight.device
+    device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.05)
     warmup, length = training["warmup"], training["length"]
     for step in range(steps):

@@ -12,7 +12,7 @@ from experiments.harness.noise import Difference, Row, compare, select
 from experiments.harness.recipe import Held
 from experiments.harness.units import Unit, held_of
 from subquad.data import Corpus
-from subquad.data.tokenizers import separator_id
+from subquad.data.special_tokens import separator_id
 from subquad.training import RunResult
 
 BYTES = 500_000

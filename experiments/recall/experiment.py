@@ -89,7 +89,7 @@ def trained(unit: Unit, probe: ProbeConfig, most: int) -> tuple[Decoder, bool, i
 
 def loss(model: Decoder, rows: ProbeRows) -> Tensor:
     """Return the nats per asked token."""
-    device = model.head_weight.device
+    device = next(model.parameters()).device
     tokens_BT, labels_BT = (torch.from_numpy(part).to(device) for part in (rows.tokens, rows.labels))
     row_N, place_N = (labels_BT != IGNORED).nonzero(as_tuple=True)
     logits_NV = model.logits(model.vectors(tokens_BT)[row_N, place_N - 1])

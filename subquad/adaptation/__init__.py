@@ -12,11 +12,8 @@ if TYPE_CHECKING:
     from subquad.adaptation import adapters as adapters
     from subquad.adaptation.conversion import convert
     from subquad.adaptation.extension import extend
-    from subquad.adaptation.replace import replace_attention
 
-__all__ = ["ConvertConfig", "ExtendConfig", "convert", "extend", "replace_attention"]
+__all__ = ["ConvertConfig", "ExtendConfig", "convert", "extend"]
 
-__getattr__ = facade(
-    __name__, {"adapters": "adapters", "convert": "conversion", "extend": "extension", "replace_attention": "replace"}
-)
+__getattr__ = facade(__name__, {"adapters": "adapters", "convert": "conversion", "extend": "extension"})
 __dir__ = __all__.copy

@@ -19,7 +19,7 @@ from subquad.adaptation.source import Source, Text, batches, fingerprint, load_s
 from subquad.adaptation.transfer import Progress, match, tune
 from subquad.config import differences
 from subquad.data.files import MODEL_FILES
-from subquad.hf import SubquadConfig, SubquadForCausalLM, lora
+from subquad.hf import SubquadForCausalLM, lora
 from subquad.models import Decoder
 from subquad.parsing import read_json_mapping
 from subquad.training.checkpoint import replace_folder, share, write_atomically
@@ -129,7 +129,7 @@ class Conversion:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model, record = self._made(name)
-        decoder: Decoder = self.teacher if model is None else model.model
+        decoder: Decoder = self.teacher if model is None else model.decoder
         record |= measure.measure(decoder, self.text.held_out, self.source.tokenizer, config)
         if name in ("original", "tuned"):
             record["decoding"] = measure.decoding(decoder, self.text.held_out, config)
@@ -152,7 +152,7 @@ class Conversion:
         model.to(self.device)
         read = batches(self.text.train, config.batch.length, config.batch.size, config.seed + NAMES.index(name))
         if name == "matched":
-            curve = match(self.teacher, model.model, self.layers, self.new, read, config, self.progress)
+            curve = match(self.teacher, model.decoder, self.layers, self.new, read, config, self.progress)
         else:
             curve = tune(model, self.new, read, config, self.progress)
         return model.eval(), {"curve": dataclasses.asdict(curve)}
@@ -167,10 +167,7 @@ class Conversion:
         """Wrap `decoder` as a transformers model with the original's special tokens."""
         own = self.source.model.config
         kept = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        with torch.device("meta"):
-            model = SubquadForCausalLM(SubquadConfig.from_decoder(decoder.config, **kept))
-        model.model = decoder
-        return model.eval()
+        return SubquadForCausalLM.around(decoder, **kept).eval()
 
     def _report(self, records: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Return the measurements of all stages, and the gap between the last and the first."""

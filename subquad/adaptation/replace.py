@@ -49,9 +49,8 @@ def replace_attention(
         found = f"{type(decoder).__name__} with loops={decoder.config.loops}"
         raise ValueError(f"a conversion takes a plain Decoder with loops=1, got {found}")
     layers = replaced_layers(decoder.config.num_layers, keep_every)
-    for i in layers:
-        found = decoder.blocks()[i].attention.name
-        if found != "full":
+    for i, found in enumerate(decoder.config.layer_mechanisms):
+        if found != "full":  # in a kept layer too, which becomes full
             raise ValueError(f"layer {i + 1} has attention {found!r}: only full attention can be replaced")
     new = Decoder(new_config(decoder.config, name, layers, options or {}))
     like = next(decoder.parameters())

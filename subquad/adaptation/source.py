@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from subquad.data import load_tokenizer, prepare
 from subquad.data.config import DataConfig
 from subquad.data.order import epoch_order
+from subquad.data.special_tokens import separator_id
 from subquad.data.token_set import TokenSet
-from subquad.data.tokenizers import check_vocabulary, separator_id
+from subquad.data.tokenizers import check_vocabulary
 from subquad.hf import SubquadConfig, SubquadForCausalLM, from_transformers, lora
 from subquad.hf.loading import check_finite, read_config
 from subquad.models import Decoder
@@ -36,7 +37,7 @@ class Source(NamedTuple):
     @property
     def decoder(self) -> Decoder:
         """Return the model without its transformers wrapper."""
-        return self.model.model
+        return self.model.decoder
 
 
 def load_source(folder: str | Path) -> Source:

@@ -39,7 +39,7 @@ def attention_errors(teacher: Decoder, student: Decoder, layers: Sequence[int], 
     for i in layers:
         z_BTD, y_BTD = seen[i]
         mixer: Any = student.layers[i].attention
-        own_BTD, _, _ = mixer.mix(z_BTD, None, None)
+        own_BTD, _ = mixer(z_BTD)
         errors.append((own_BTD - y_BTD).square().mean() / y_BTD.square().mean())
     return errors
 
@@ -208,14 +208,14 @@ def tune(
 ) -> Curve:
     """Train low-rank factors in all linear layers that the original has, and the parameters `new`, on the loss of the
     next token, then merge the factors into the weights."""
-    own = {f"model.{name}" for name in new}
+    own = {f"model.decoder.{name}" for name in new}
     trained = [parameter for name, parameter in model.named_parameters() if name in own]
     wanted = [name for name in lora.targets(model) if f"{name}.weight" not in own]
     adapted = lora.add_adapter(model, rank=config.lora.rank, alpha=config.lora.alpha, wanted=wanted)
     for parameter in trained:
         parameter.requires_grad_(True)
     parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
-    decoder: Decoder = model.model
+    decoder: Decoder = model.decoder
 
     def loss_of(tokens_BT: Tensor) -> Tensor:
         return decoder.loss(tokens_BT[:, :-1], tokens_BT[:, 1:])

@@ -20,7 +20,8 @@ from subquad.config import Config as BaseConfig
 from subquad.config import digest, suggest
 from subquad.ops.counting import Cost, cost_of, state_bytes
 from subquad.ops.documents import Documents, lay_out
-from subquad.ops.padding import check_mask, compact, compaction, scatter
+from subquad.ops.padding import Lengths, check_mask, compact, compaction, scatter
+from subquad.parallel import active_group
 from subquad.state import State
 
 Form = Literal["causal", "bidirectional"]
@@ -99,10 +100,11 @@ class Attention(SharedSequences):
     """Names of the branches that can be closed (`Branched`)."""
     has_position_terms: ClassVar[bool] = False
     """Whether its logits have terms that depend on positions alone (`position_terms`)."""
+    takes_handed: ClassVar[bool] = False
+    """Whether it reads the entry `handed` of the state that it is given, which the layer below hands on, and returns
+    one."""
     copied: ClassVar[dict[str, str]] = {}
     """Projections to initialise as copies of full attention's, from the name here to the name there."""
-    moved_options: ClassVar[dict[str, str]] = {}
-    """Options of earlier releases, and the mechanism that has each of them now."""
     causal: bool
     """Whether a token sees only itself and earlier tokens."""
 
@@ -177,15 +179,12 @@ class Attention(SharedSequences):
 
     @classmethod
     def check_names(cls, options: Iterable[str], *, given: Iterable[str] = ()) -> None:
-        """Raise `ValueError` for a name that isn't an option, naming the valid ones or the mechanism that has it.
+        """Raise `ValueError` for a name that isn't an option, naming the valid ones.
 
         Options in `given` are set by the caller and can't be chosen.
         """
         known = cls.option_names() - set(given)
         for option in options:
-            if option in cls.moved_options:
-                other = cls.moved_options[option]
-                raise ValueError(f"{option!r} is an option of attention {other!r} now, not of {cls.name!r}")
             if option not in known:
                 raise ValueError(f"attention {cls.name!r} has no option {option!r}; {suggest(option, known)}")
 
@@ -195,7 +194,12 @@ class Attention(SharedSequences):
         return {}
 
     def forward(
-        self, x_BTD: Tensor, state: State | None = None, *, mask: Tensor | None = None, doc_ids: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        state: State | None = None,
+        *,
+        mask: Tensor | Lengths | None = None,
+        doc_ids: Tensor | Documents | None = None,
     ) -> tuple[Tensor, State]:
         """Return the mixed tokens `[B, T, D]` and the new state; `x` continues the tokens that made `state`.
 
@@ -203,67 +207,57 @@ class Attention(SharedSequences):
         outputs are zero. A bidirectional layer reads whole sequences: it takes no state, and its returned state only
         counts tokens. `doc_ids`, integers `[B, T]` (-1: padding), pack documents into rows: a new document begins where
         the id changes, takes no state, and has the outputs that it would have alone; the returned state is that of the
-        last document in each row. Raises `ValueError` for a wrong shape and for a state of another configuration or
+        last document in each row. A model, which lays out its rows once for all layers, gives `Lengths` as `mask` or
+        `Documents` as `doc_ids`. Raises `ValueError` for a wrong shape and for a state of another configuration or
         batch.
         """
-        self.check_inputs(x_BTD, state)
-        self.check_part(state, mask, doc_ids)
+        begun = state is not None and "seen" in state.entries  # a state may hold nothing but what is handed on
+        self.check_inputs(x_BTD, state, begun)
+        if active_group() is not None:
+            self.check_part(state if begun else None, mask, doc_ids)
         if doc_ids is not None:
-            check_fresh(state)
-            return self.mix_documents(x_BTD, lay_out(doc_ids, mask, *x_BTD.shape[:2]))[:2]
-        if mask is None:
-            return self.mix(x_BTD, state, None)[:2]
+            check_fresh(state if begun else None)
+            if not isinstance(doc_ids, Documents):
+                doc_ids = lay_out(doc_ids, mask, *x_BTD.shape[:2])  # type: ignore[arg-type]
+            return self.mix_documents(x_BTD, doc_ids, state)
+        if mask is None or isinstance(mask, Lengths):
+            return self.mix_tokens(x_BTD, state, None if mask is None else mask.lengths_B)
         check_mask(mask, *x_BTD.shape[:2])
         moved = compaction(mask)
-        y_BTD, state, _ = self.mix(compact(x_BTD, moved), state, moved.lengths_B)
+        y_BTD, state = self.mix_tokens(compact(x_BTD, moved), state, moved.lengths_B)
         return scatter(y_BTD, moved), state
 
-    def check_inputs(self, x_BTD: Tensor, state: State | None) -> None:
+    def check_inputs(self, x_BTD: Tensor, state: State | None, begun: bool) -> None:
         """Raise `ValueError` for a wrong shape and for another layer's state."""
         if x_BTD.ndim != 3 or x_BTD.shape[-1] != self.config.dim:
             raise ValueError(f"x must have shape [B, T, {self.config.dim}], got {tuple(x_BTD.shape)}")
-        if state is not None:
+        if state is None:
+            return
+        if begun:
             self.check_causal()
-            state.check(self.config_hash, f"this {self.name} layer", x_BTD.shape[0])
+        elif not self.takes_handed:
+            raise ValueError(f"the state of a {self.name} layer counts its tokens (entry 'seen'), this one does not")
+        state.check(self.config_hash, f"this {self.name} layer", x_BTD.shape[0])
 
     def check_causal(self) -> None:
         """Raise `ValueError` if the layer can't continue from a state."""
         if not self.causal:
             raise ValueError(f"this {self.name} layer is not causal: it reads whole sequences and takes no state")
 
-    def mix(
-        self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None, handed: Tensor | None = None
-    ) -> tuple[Tensor, State, Tensor | None]:
-        """Compute `forward` for rows whose first `lengths_B` tokens are real; later slots hold finite rubbish.
-
-        Models compact their rows once and then call this for every layer. Outputs in padding are unspecified but
-        finite. `handed` comes from the layer below and goes to the layer above: Luna's memory; all other mechanisms
-        pass it through.
-        """
-        y_BTD, state = self.mix_tokens(x_BTD, state, lengths_B)
-        return y_BTD, state, handed
-
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """Return outputs and new state, as `mix` does, for a mechanism that takes nothing from the layer below."""
+        """Compute `forward` for rows whose first `lengths_B` tokens are real (None: all T), as in `Lengths`."""
         raise NotImplementedError(f"{type(self).__name__} must define mix_tokens (Attention is abstract)")
 
-    def mix_documents(
-        self, x_BTD: Tensor, documents: Documents, handed: Tensor | None = None
-    ) -> tuple[Tensor, State, Tensor | None]:
-        """Compute `mix` for each document as a sequence of its own; return the state of the first group's documents.
+    def mix_documents(self, x_BTD: Tensor, documents: Documents, state: State | None) -> tuple[Tensor, State]:
+        """Mix each document as a sequence of its own; return the state of the first group's documents.
 
-        `handed`, `[B or 1, ..]`, is the same for all documents of a row.
+        `state` holds nothing but what is handed on, by row: the same for all documents of a row.
         """
-        outputs: list[Tensor] = []
-        first: State | None = None
+        found = []
         for group in documents.groups:
-            own = handed if handed is None or handed.shape[0] == 1 else handed[group.rows_R]
-            y_RCD, state, given = self.mix(documents.take(x_BTD, group), None, group.lengths_R, own)
-            handed = given if handed is None else handed
-            first = state if first is None else first
-            outputs.append(y_RCD)
-        assert first is not None  # there is always a group
-        return documents.put(outputs), first, handed
+            own = None if state is None else state.map(partial(rows_of, group.rows_R))
+            found.append(self.mix_tokens(documents.take(x_BTD, group), own, group.lengths_R))
+        return documents.put([y_RCD for y_RCD, _ in found]), found[0][1]
 
     def weights(self, x_BTD: Tensor, mask: Tensor | None = None, doc_ids: Tensor | None = None) -> Tensor:
         """Return the weights `[B, H, T, T]` that define the mechanism. Quadratic: for tests and pictures."""
@@ -343,14 +337,10 @@ class Attention(SharedSequences):
         return state_bytes(self, self._alone, partial(self._tokens, tokens))
 
     def _alone(self, x_BTD: Tensor) -> tuple[Tensor, State]:
-        return self.mix(x_BTD, None, None, self.handed_to_one())[:2]
+        return self(x_BTD)
 
     def _tokens(self, tokens: int) -> Tensor:
         return torch.empty(1, tokens, self.config.dim, requires_grad=True)
-
-    def handed_to_one(self) -> Tensor | None:
-        """Return what a layer outside a model must be handed; None for most mechanisms."""
-        return None
 
     def adopt(self, handed: Tensor | None) -> Tensor | None:
         """Keep `handed` for `weights`, and return what the next layer is handed; most return it unchanged."""
@@ -411,6 +401,11 @@ def check_fresh(state: State | None) -> None:
     """Raise `ValueError` for a state: packed documents begin without one."""
     if state is not None:
         raise ValueError("doc_ids begin new documents, and these have no state before them: leave state or doc_ids out")
+
+
+def rows_of(rows_R: Tensor, x_B: Tensor) -> Tensor:
+    """Return the rows `[R, ...]` of `[B, ...]`; where all are one in memory, they stay so."""
+    return x_B[:1].expand(len(rows_R), *x_B.shape[1:]) if x_B.stride(0) == 0 else x_B[rows_R]
 
 
 def sequences(mask: Tensor | None, doc_ids: Tensor | None, batch: int, tokens: int) -> Iterator[tuple[int, Tensor]]:

@@ -67,7 +67,7 @@ class GatedDeltaNet(DeltaAttention):
 
     def log_decays(self, x_BTD: Tensor) -> Tensor:
         """Return one logarithm a head."""
-        return self.rate(self.fading(x_BTD))
+        return self.rate(self.fading(x_BTD))[0]
 
     def gate(self, x_BTD: Tensor) -> Tensor:
         """Return `silu(W_g x)`."""

@@ -40,7 +40,7 @@ class Kda(DeltaAttention):
 
     def log_decays(self, x_BTD: Tensor) -> Tensor:
         """Return one logarithm for each key channel."""
-        return self.rate(self.decay_up(self.decay_down(x_BTD)))
+        return self.rate(self.decay_up(self.decay_down(x_BTD)))[0]
 
     def gate(self, x_BTD: Tensor) -> Tensor:
         """Return `sigmoid(W_4 W_3 x)`."""

@@ -32,7 +32,6 @@ class Llp(SinkAttention):
     paper = "Mahmood and Huang 2024, arXiv:2412.06106"
     forms = ("causal", "bidirectional")
     softmax_reach = "segment"
-    moved_options = dict.fromkeys(PRINTED, "llp_printed")
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SinkAttention.Config):

@@ -6,8 +6,10 @@ Bidirectional, with Attn(q, k, v) = softmax(q k^T / sqrt(d)) v in heads and a me
 
 Queries, keys and values are linear maps of what stands there; the keys and values of x are one map, and those of Y
 (`tied`), as in the authors' code; Y is not projected before its norm. The norm has no scale and offset: they would do
-nothing in the last layer. With U_h the unpacking weights of head h and A_g the packing weights of pack head g, head h
-puts out sum_g U_h A_g v_gh: H x G weight matrices, each of whose rows sums to one, and `merge` adds over g.
+nothing in the last layer. P travels in the state, as the entry `handed`: a layer reads it from the state that it is
+given and returns P' (causal: P) under the same name. With U_h the unpacking weights of head h and A_g the packing
+weights of pack head g, head h puts out sum_g U_h A_g v_gh: H x G weight matrices, each of whose rows sums to one, and
+`merge` adds over g.
 
 Causal, with f(a, b, z)_t = a_t (1/t) sum_{s <= t} b_s (x) z_s for a memory P that no token changes:
 
@@ -31,6 +33,8 @@ from subquad.attention.scanned import ScannedAttention, attend_few, real_mask, s
 from subquad.ops import gated_scan
 from subquad.ops.backends import without_autocast
 from subquad.ops.documents import Documents
+from subquad.parallel import Sent
+from subquad.parallel.exchange import sent_for_prefix
 from subquad.state import State
 
 
@@ -42,6 +46,7 @@ class Luna(ScannedAttention):
     paper = "Ma et al. 2021, arXiv:2106.01540"
     forms = ("causal", "bidirectional")
     parallel = True
+    takes_handed = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ScannedAttention.Config):
@@ -85,28 +90,25 @@ class Luna(ScannedAttention):
         # Of unit variance, like the tokens after a norm.
         self.memory = nn.Parameter(torch.randn(config.memory_tokens, config.dim)) if config.own_memory else None
 
-    def mix(
-        self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None, handed: Tensor | None = None
-    ) -> tuple[Tensor, State, Tensor]:
-        """Mix as `Attention.mix`, with `handed` the memory `[B or 1, l, D]` (None: the layer's own).
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+        """Mix with the memory in the state's entry `handed`, `[B, l, D]`, or else the layer's own.
 
         A causal layer hands on the memory that it was given; a state belongs to the memory that it was made with.
         """
-        memory_BLD = self.given_or_own(handed, x_BTD.shape[0])
+        memory_BLD = self.given_or_own(state, len(x_BTD), x_BTD.dtype)
         if self.causal:
-            y_BHTV, state = self.accumulate(x_BTD, state, lengths_B, memory_BLD)
-            return self.merge(y_BHTV), state, memory_BLD
+            begun = state if state is not None and "seen" in state else None
+            y_BHTV, after = self.accumulate(x_BTD, begun, lengths_B, memory_BLD)
+            return self.merge(y_BHTV), self.handing(after, memory_BLD, x_BTD.shape[0])
         packed_BLD = self.packed(x_BTD, real_mask(lengths_B, x_BTD.shape[1]), memory_BLD)
         v_BHLV = self.split(self.value(packed_BLD))
         k_BHLK = v_BHLV if self.key is None else self.split(self.key(packed_BLD))
         y_BHTV = attend_few(self.split(self.query(x_BTD)), k_BHLK, v_BHLV, None, self.dropout_p)
         handed_BLD = F.layer_norm(packed_BLD + memory_BLD, packed_BLD.shape[-1:])
-        state = State({"seen": seen_after(state, x_BTD.shape[1], lengths_B)}, self.config_hash)
-        return self.merge(y_BHTV), state, handed_BLD
+        after = State({"seen": seen_after(None, x_BTD.shape[1], lengths_B)}, self.config_hash)
+        return self.merge(y_BHTV), self.handing(after, handed_BLD, x_BTD.shape[0])
 
-    def mix_documents(
-        self, x_BTD: Tensor, documents: Documents, handed: Tensor | None = None
-    ) -> tuple[Tensor, State, Tensor | None]:
+    def mix_documents(self, x_BTD: Tensor, documents: Documents, state: State | None) -> tuple[Tensor, State]:
         """Mix packed documents, each beginning with the row's memory.
 
         Raises `ValueError` in the bidirectional form, which changes the memory.
@@ -116,11 +118,16 @@ class Luna(ScannedAttention):
                 f"a bidirectional {self.name} layer hands on a memory of each sequence and takes no packed documents: "
                 "give it one document a row, with a mask"
             )
-        return super().mix_documents(x_BTD, documents, handed)
+        y_BTD, after = super().mix_documents(x_BTD, documents, state)
+        return y_BTD, self.handing(after, self.given_or_own(state, len(x_BTD), x_BTD.dtype), x_BTD.shape[0])
 
-    def given_or_own(self, memory: Tensor | None, batch: int) -> Tensor:
+    def handing(self, state: State, memory_BLD: Tensor, batch: int) -> State:
+        """Return the state with the memory that goes to the layer above, a row each."""
+        return State({**state.entries, "handed": memory_BLD.expand(batch, -1, -1)}, self.config_hash)
+
+    def given_or_own(self, state: State | None, batch: int, dtype: torch.dtype) -> Tensor:
         """Return the memory `[B or 1, l, D]` to start from."""
-        if memory is None:
+        if state is None or "handed" not in state:
             if self.memory is None:
                 raise ValueError(
                     "this luna layer has no memory of its own (own_memory=False): the layer below hands one on"
@@ -128,9 +135,12 @@ class Luna(ScannedAttention):
             # A copy: torch's FlopCounterMode refuses views of a parameter where no gradient is asked for.
             return self.memory[None].clone()
         L, D = self.config.memory_tokens, self.config.dim
-        if memory.shape not in ((batch, L, D), (1, L, D)):
-            raise ValueError(f"memory must have shape {(batch, L, D)} or {(1, L, D)}, got {tuple(memory.shape)}")
-        return memory
+        memory_BLD = state.tensor("handed")
+        if "seen" in state:
+            memory_BLD = memory_BLD.to(dtype)
+        if memory_BLD.shape != (batch, L, D):
+            raise ValueError(f"handed, the memory, must have shape {(batch, L, D)}, got {tuple(memory_BLD.shape)}")
+        return memory_BLD[:1] if memory_BLD.stride(0) == 0 else memory_BLD  # one for all rows is read once
 
     def packed(self, x_BTD: Tensor, mask_BT: Tensor | None, memory_BLD: Tensor) -> Tensor:
         """Return Y, what the memory reads of the tokens, `[B, l, D]`."""
@@ -186,7 +196,7 @@ class Luna(ScannedAttention):
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
         """Return `A_t . B_s / t`; bidirectional `U_h A_g`, `[B, H G, T, T]`. Uses the layer's own memory."""
-        memory_BLD = self.given_or_own(None, x_BTD.shape[0])
+        memory_BLD = self.given_or_own(None, len(x_BTD), x_BTD.dtype)
         if self.causal:
             q_BHTK, k_BHTK, _, b_BHTL = self.inputs(x_BTD, memory_BLD)
             count = counts(0, b_BHTL)
@@ -219,10 +229,16 @@ class Luna(ScannedAttention):
             self.memory = handed if isinstance(handed, nn.Parameter) else nn.Parameter(handed, requires_grad=False)
         return self.memory
 
-    def handed_to_one(self) -> Tensor | None:
-        """Return a memory if the layer has none of its own."""
-        config = self.config
-        return None if config.own_memory else torch.empty(1, config.memory_tokens, config.dim, requires_grad=True)
+    def _alone(self, x_BTD: Tensor) -> tuple[Tensor, State]:
+        """Run the layer, handing a memory to one that has none of its own."""
+        if self.config.own_memory:
+            return self(x_BTD)
+        memory_BLD = torch.empty(len(x_BTD), self.config.memory_tokens, self.config.dim, requires_grad=True)
+        return self(x_BTD, State({"handed": memory_BLD}, self.config_hash))
+
+    def sent(self, tokens: int, ranks: int) -> list[Sent]:
+        """Return the bytes of both sums in each of log2(P) steps; each rank has the memory."""
+        return sent_for_prefix(2 * 4 * self.config.memory_tokens * self.config.dim, ranks)
 
 
 @without_autocast

@@ -95,10 +95,7 @@ class Mamba2(RecurrentAttention):
     ) -> tuple[Recurrence, Tensor | None]:
         """Return the gated scan with one decay, one step and one skip a head."""
         q, k, v, last_BSC = self.projected(x_BTD, state, lengths_B)
-        step_BHT1 = self.rate.steps(self.stepping(x_BTD))
-        if self.config.step_limits is not None:
-            step_BHT1 = step_BHT1.clamp(*self.config.step_limits)
-        log_f_BHT1 = self.rate.log_decays(step_BHT1)
+        log_f_BHT1, step_BHT1 = self.rate(self.stepping(x_BTD), self.config.step_limits)
         return Recurrence(q, k, v, log_f_BHT1, step_BHT1=step_BHT1, skip_H11=self.skip[:, None, None]), last_BSC
 
     def finish(self, y_BHTV: Tensor, x_BTD: Tensor) -> Tensor:

@@ -259,17 +259,12 @@ class DecayRate(nn.Module):
         step = torch.empty(heads * channels).uniform_(math.log(0.001), math.log(0.1)).exp()
         self.step_bias = nn.Parameter(step + (-torch.expm1(-step)).log())  # the inverse of softplus
 
-    def forward(self, z_BTC: Tensor) -> Tensor:
-        """Return the log decays `[B, H, T, F]` from `[B, T, H F]`."""
-        return self.log_decays(self.steps(z_BTC))
-
-    def steps(self, z_BTC: Tensor) -> Tensor:
-        """Return `softplus(z + c)`, `[B, H, T, F]`, from `[B, T, H F]`."""
+    def forward(self, z_BTC: Tensor, limits: tuple[float, ...] | None = None) -> tuple[Tensor, Tensor]:
+        """Return the log decays and the steps `softplus(z + c)` within `limits`, both `[B, H, T, F]`, from `[B, T, H
+        F]`."""
         z_BHTF = at_least_float32(z_BTC).unflatten(-1, (-1, self.channels)).transpose(1, 2)
         # Contiguous: the backward of F.softplus on transposed heads fails under aot_eager in torch 2.13.
         bias_H1F = at_least_float32(self.step_bias).view(-1, 1, self.channels)
-        return F.softplus(z_BHTF.contiguous() + bias_H1F)
-
-    def log_decays(self, step_BHTF: Tensor) -> Tensor:
-        """Return `-exp(a) step`."""
-        return -at_least_float32(self.log_rate).exp()[:, None, None] * step_BHTF
+        step_BHTF = F.softplus(z_BHTF.contiguous() + bias_H1F)
+        step_BHTF = step_BHTF if limits is None else step_BHTF.clamp(*limits)
+        return -at_least_float32(self.log_rate).exp()[:, None, None] * step_BHTF, step_BHTF

@@ -22,7 +22,7 @@ class SharedSequences(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if {"mix", "mix_tokens"} & vars(cls).keys() and "parallel" not in vars(cls):
+        if "mix_tokens" in vars(cls) and "parallel" not in vars(cls):
             cls.parallel = False
 
     def start(self, state: State | None, tokens: int) -> int | Tensor:
@@ -42,10 +42,8 @@ class SharedSequences(nn.Module):
                 "(its class does not set parallel = True)"
             )
 
-    def check_part(self, state: State | None, padding: object, doc_ids: Tensor | None = None) -> None:
+    def check_part(self, state: State | None, padding: object, doc_ids: object) -> None:
         """Raise `ValueError` for arguments that this layer can't take in an active group."""
-        if active_group() is None:
-            return
         self.check_shared()
         check_whole(state, padding, doc_ids)
         check_dropout(self.config.dropout if self.training else 0.0)
@@ -73,7 +71,7 @@ class SharedSequences(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define sent (it has parallel = True)")
 
 
-def check_whole(state: State | None, padding: object, doc_ids: Tensor | None) -> None:
+def check_whole(state: State | None, padding: object, doc_ids: object) -> None:
     """Raise `ValueError` for a state, padding or documents together with a shared sequence."""
     if state is not None:
         raise ValueError(

@@ -35,14 +35,6 @@ _MODULES = {"import": "importing", "export": "exporting", "list": "listing"}
 COMMANDS = {name: f"subquad.cli.{_MODULES.get(name, name)}" for name in _HELP}
 """The module of each command. Its `run(arguments)` parses them, does the work and returns the exit status."""
 
-MOVED = {
-    ("bench",): "python -m benchmarks",
-    ("reproduce",): "python -m experiments",
-    ("lora", "mnist"): "python -m experiments.lora_mnist",
-    ("cost", "--paper"): "python -m experiments.llp_table6",
-}
-"""Former commands that now need a clone of the repository, with their replacements."""
-
 _LINES = "\n".join(f"  {name:10} {text}" for name, text in _HELP.items())
 OVERVIEW = f"""\
 usage: subquad COMMAND [options]
@@ -67,11 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0 done, 1 failed, 2 wrong arguments, 130 interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command = next((argument for argument in arguments if argument != "--debug"), "")
-    given = {argument.partition("=")[0] for argument in arguments}
-    for old, new in MOVED.items():
-        if command == old[0] and given >= set(old):
-            sys.stderr.write(f"error: `subquad {' '.join(old)}` is now `{new}`, in a clone of the repository\n")
-            return 2
     if command in ("-h", "--help", "--version"):
         sys.stdout.write(OVERVIEW if command != "--version" else f"subquad {__version__}\n")
         return 0

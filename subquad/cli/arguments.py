@@ -49,6 +49,11 @@ logger = logging.getLogger(__name__)
 _FILES = ("--config", "--recipe")
 SHORT = {"data": ("path", "PATH"), "pretrain": ("kind", "KIND")}
 """Groups with a short form: `--data PATH` means `--data.path PATH`."""
+RUN_HELP = (
+    "Folder of a subquad model: a run, one of its checkpoints, a LoRA adapter (which finds its base), or what subquad "
+    "import, convert or lora merge wrote. `subquad import` first makes one of another transformers model."
+)
+"""Help of the folder in commands that load it by `training.runs`."""
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: --(?P<key>[^\s=]+)")
 _UNKNOWN_KEYS = (
     re.compile(r'"(?P<group>[^"]+)":\s+Expected .* Got value: NestedArg\(key=\'(?P<key>[^\']+)\'', re.DOTALL),

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import Tensor
 
 from subquad import adaptation, training
-from subquad.cli.arguments import Parser, check_output, data_is_a_path
+from subquad.cli.arguments import RUN_HELP, Parser, check_output, data_is_a_path
 from subquad.cli.tables import class_table, image_table, position_table, progress, text_table
 from subquad.data import TokenSet, TokenShard, prepare
 from subquad.data.corpus import prepare_shard
@@ -48,7 +48,7 @@ def make_parser() -> Parser:
         "classifier: accuracy on test sequences. An image model: bits per dimension of held-out images. With --tasks: "
         "tasks of lm-evaluation-harness.",
     )
-    parser.add_argument("run", type=str, help="Folder of a run, or one that transformers' from_pretrained reads.")
+    parser.add_argument("run", type=str, help=f"{RUN_HELP} With --tasks also a transformers model as it is.")
     parser.add_config(EvalConfig)
     _add_tasks(parser)
     return parser

@@ -14,7 +14,8 @@ from subquad.data.files import MODEL_FILES, aside
 from subquad.training.checkpoint import share
 
 NAMES = (
-    "llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "mamba2", "granitemoehybrid", "bamba", "qwen3_5_text", "qwen3_next",
+    "llama", "mistral", "ministral", "qwen2", "qwen3", "gpt2", "gpt_neox", "mamba2", "granitemoehybrid", "bamba",
+    "qwen3_5_text", "qwen3_next",
 )  # fmt: skip
 """Keys of `subquad.hf.families.FAMILIES`, whose import would take seconds."""
 
@@ -23,8 +24,8 @@ def make_parser() -> Parser:
     """Return the command's options."""
     parser = Parser(
         "export RUN --out FOLDER",
-        "Convert a subquad model with full attention or Mamba-2 layers into a transformers model that loads without "
-        "subquad: same weights, same logits.",
+        "Convert a subquad model with layers of full, window, mamba2 or gated_delta_net attention into a transformers "
+        "model that loads without subquad: same weights, same logits.",
     )
     parser.add_argument("run", type=str, help="Folder of a run, or of an imported model.")
     parser.add_argument("--out", type=str, required=True, help="Folder to write: new or empty.")

@@ -48,7 +48,7 @@ def _language(result: training.RunResult) -> None:
     if result.config.parallel.context > 1:
         _shared_language(result, corpus)
         return
-    decoder, held_out = result.model.model, corpus.held_out
+    decoder, held_out = result.decoder, corpus.held_out
     sys.stderr.write("evaluating on the held-out text ...\n")
     packed = result.config.data.pack == "documents"
     evaluation = evaluate(
@@ -114,7 +114,7 @@ def _write_samples(result: training.RunResult, tokenizer: Tokenizer) -> None:
         prompt = prompt[-model.max_positions :]
         count = model.max_positions - len(prompt) + 1
         logger.warning("samples are cut to %d tokens: the model has %d positions", count, model.max_positions)
-    most = result.model.model.most_new_tokens(len(prompt))
+    most = result.decoder.most_new_tokens(len(prompt))
     if most is not None and most < count:
         logger.warning("samples are cut to %d tokens: decode=frozen has no latents for more", most)
         count = most
@@ -122,7 +122,7 @@ def _write_samples(result: training.RunResult, tokenizer: Tokenizer) -> None:
     for number in range(SAMPLES):
         temperature = options.sample_temperature if number else 0.0
         sampling = SamplingConfig(max_tokens=count, temperature=temperature, seed=number)
-        tokens = list(Generation(result.model.model, prompt, sampling))
+        tokens = list(Generation(result.decoder, prompt, sampling))
         how = f"temperature {temperature}, seed {number}" if number else "greedy"
         texts.append(f"--- {how}\n{tokenizer.decode(prompt + tokens)}\n")
     samples = "\n".join(texts)
@@ -225,7 +225,7 @@ def _probe(result: training.RunResult) -> None:
     config, probe = result.config, result.config.probe
     sys.stderr.write("evaluating on the held-out sequences ...\n")
     rows = probe_rows(probe, config.batch.length, probe.held_out, seed=(probe.seed, HELD_OUT))
-    score = overall(rows, right_answers(result.model.model, rows, batch_size=config.batch.size))
+    score = overall(rows, right_answers(result.decoder, rows, batch_size=config.batch.size))
     chance = 1 / 10 if probe.name == "passkey" else probe.chance  # per token, as the accuracy is
     accuracy = {"accuracy": score.value, "error": score.error, "chance": chance}
     evaluation = {**accuracy, "sequences": score.sequences, "asked": score.asked, "length": score.length}

@@ -16,11 +16,12 @@ import torch
 from jsonargparse import Namespace
 
 from subquad import training
-from subquad.cli.arguments import Parser, check_output
+from subquad.cli.arguments import RUN_HELP, Parser, check_output
 from subquad.cli.complete import picture_file, show_pixels
 from subquad.cli.tables import show_line
 from subquad.config import check_at_least
-from subquad.data.tokenizers import encode_prompt, encode_text, separator_id
+from subquad.data.special_tokens import separator_id, special_ids
+from subquad.data.tokenizers import encode_prompt, encode_text
 from subquad.generation import BatchDecoder, Generation, SamplingConfig, TextStream, beam_search, generate_images
 from subquad.generation.batch import continue_together
 from subquad.generation.images import picture_of, square
@@ -73,7 +74,7 @@ def make_parser() -> Parser:
     parser = Parser(
         "generate RUN --prompt TEXT", "Continue a prompt with a language model, or draw images with an image model."
     )
-    parser.add_argument("run", type=str, help="Folder of a run, or one that transformers' from_pretrained reads.")
+    parser.add_argument("run", type=str, help=RUN_HELP)
     parser.add_argument("--prompt", type=str, default=None, help=PROMPT_HELP)
     parser.add_argument("--prompt-file", type=str, default=None, help="UTF-8 text file to continue.")
     parser.add_argument("--state-in", type=str, default=None, help=STATE_IN_HELP)
@@ -124,12 +125,8 @@ class Start:
     tokens: list[int]
     state: State | None
     sampling: SamplingConfig
-
-    @property
-    def stop_tokens(self) -> tuple[int, ...]:
-        """Return the tokens that end a text: the document separator, if there is one."""
-        separator = separator_id(self.loaded.tokenizer)
-        return () if separator is None else (separator,)
+    stop_tokens: frozenset[int]
+    """The model's end tokens, and stop strings that are special tokens."""
 
     def samplings(self, rows: range) -> list[SamplingConfig]:
         """Return the sampling of text i for each i in `rows`, with seed `seed + i`."""
@@ -150,7 +147,8 @@ def _start(parser: Parser, asked: Namespace) -> Start:
         state = read_state(loaded.decoder, asked.state_in)
         tokens = _tokens(loaded, None if begins_itself else prompt, goes_on=state is not None)
         sampling = _limited(loaded.decoder, len(tokens), state, sampling, keep=asked.state_out is not None)
-    return Start(loaded, prompt, tokens, state, sampling)
+        stops = loaded.end_tokens | special_ids(loaded.tokenizer, asked.stop)
+    return Start(loaded, prompt, tokens, state, sampling, stops)
 
 
 def _checked(parser: Parser, asked: Namespace) -> SamplingConfig:
@@ -193,10 +191,9 @@ def _check_beams(asked: Namespace, sampling: SamplingConfig) -> None:
     if asked.samples > 1 or asked.stop:
         name = "--stop" if asked.stop else "--samples"
         raise ValueError(f"--beams gives a single text without stop strings: leave {name} out")
-    unread = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
     for field in fields(SamplingConfig):
         value = getattr(sampling, field.name)
-        if field.name in unread and value != field.default:
+        if field.name not in ("max_tokens", "prefill_chunk") and value != field.default:
             raise ValueError(f"{field.name}={value!r} has no effect with --beams; leave it out")
 
 
@@ -310,7 +307,7 @@ def _print_one(start: Start, asked: Namespace) -> None:
     held, count = "", 0
     for token in generation:
         count += 1
-        piece = stream.push(token)
+        piece = "" if token in start.stop_tokens else stream.push(token)
         if asked.stream:
             sys.stdout.write(piece)
             sys.stdout.flush()
@@ -354,7 +351,8 @@ def _print_samples(start: Start, asked: Namespace) -> None:
     while decoder.waiting or decoder.running:
         state_bytes = max(state_bytes, decoder.state_bytes)
         for request, token in decoder.step():
-            texts[id(request)] += streams[id(request)].push(token)
+            if token not in start.stop_tokens:
+                texts[id(request)] += streams[id(request)].push(token)
             if streams[id(request)].stopped is not None:
                 decoder.cancel(request)
     for request in requests:
@@ -381,7 +379,8 @@ def _print_best(start: Start, asked: Namespace) -> None:
         prefill_chunk=start.sampling.prefill_chunk,
     )[0]
     stream = TextStream(start.loaded.tokenizer, start.tokens)
-    text = "".join([stream.push(token) for token in best.tokens]) + stream.finish()
+    said = best.tokens[:-1] if best.finished == "stop" else best.tokens
+    text = "".join([stream.push(token) for token in said]) + stream.finish()
     sys.stdout.write(f"{start.prompt}{text}\n")
     sys.stdout.flush()
     speed = _speed(len(best.tokens), time.perf_counter() - begin)
@@ -395,7 +394,8 @@ def _write_texts(start: Start, asked: Namespace) -> None:
     """
     begin, shown = time.perf_counter(), sys.stderr.isatty()
     decoder, tokens = start.loaded.decoder, start.tokens
-    ends = {token for token in (_begin_token(start.loaded), *start.stop_tokens) if token is not None}
+    begin_token = _begin_token(start.loaded)
+    ends = start.stop_tokens if begin_token is None else start.stop_tokens | {begin_token}
     reading = Generation(decoder, tokens, start.sampling)
     reading.prefill()
     texts, count = list[str](), 0

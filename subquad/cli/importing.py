@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from subquad.cli.arguments import Parser
 from subquad.cli.exporting import check_new, write_model
 from subquad.data.llama2c import read_llama2c_tokenizer
+from subquad.data.special_tokens import CONFIG, NAMES, name_special_tokens, tokenizer_config
 from subquad.data.tokenizers import check_vocabulary, has_tokenizer, load_tokenizer
 
 TOKENIZER_HELP = "A tokenizer.json, a folder with one, or llama2.c's tokenizer.bin. null: the tokenizer in MODEL."
@@ -22,9 +23,9 @@ def make_parser() -> Parser:
     """Return the command's options."""
     parser = Parser(
         "import MODEL --out FOLDER",
-        "Convert a transformers model (Llama, Qwen2, Qwen3, GPT-2, GPT-NeoX, Mamba-2, Granite 4 hybrids, Bamba, "
-        "Qwen3.5, Qwen3-Next) or a llama2.c checkpoint into a subquad model: same weights, same logits. generate, "
-        "eval, audit and serve read the result.",
+        "Convert a transformers model (Llama, Mistral, Ministral, Qwen2, Qwen3, GPT-2, GPT-NeoX, Mamba-2, Granite 4 "
+        "hybrids, Bamba, Qwen3.5, Qwen3-Next) or a llama2.c checkpoint into a subquad model: same weights, same "
+        "logits. generate, eval, audit and serve read the result.",
     )
     parser.add_argument(
         "model", type=str, help="Folder of a transformers model, its name on the Hugging Face hub, or a llama2.c .bin."
@@ -51,13 +52,13 @@ def run(arguments: Sequence[str]) -> int:
     texts: dict[str, str] = {}
     if tokenizer is not None:
         texts["tokenizer.json"] = tokenizer.to_str(pretty=True)
-        own = source.is_dir() and (source / "tokenizer_config.json").is_file() and chosen.tokenizer is None
+        own = source.is_dir() and (source / CONFIG).is_file() and chosen.tokenizer is None
         if not own:
-            texts["tokenizer_config.json"] = json.dumps(_settings(model, tokenizer), indent=2) + "\n"
+            texts[CONFIG] = json.dumps(_settings(model, tokenizer), indent=2) + "\n"
     else:
         sys.stderr.write(f"{chosen.model} has no tokenizer, which generate, eval and serve need: use --tokenizer\n")
     write_model(target, model, texts, source if source.is_dir() and chosen.tokenizer is None else None)
-    count = model.model.num_parameters()
+    count = model.decoder.num_parameters()
     then = "" if tokenizer is None else f": subquad generate {chosen.out}"
     sys.stdout.write(f"{chosen.out} holds the model, {count:,} parameters{then}\n")
     return 0
@@ -84,15 +85,19 @@ def _tokenizer(model: str, asked: str | None) -> Tokenizer | None:
         return load_tokenizer(source) if has_tokenizer(source) else None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model, trust_remote_code=False).backend_tokenizer
+    theirs = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    tokenizer: Tokenizer = theirs.backend_tokenizer
+    name_special_tokens(tokenizer, {name: text for name in NAMES if (text := getattr(theirs, name)) is not None})
+    return tokenizer
 
 
 def _settings(model: Any, tokenizer: Tokenizer) -> dict[str, object]:
-    """Return the content of `tokenizer_config.json`, with special tokens as text."""
-    settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    """Return the content of `tokenizer_config.json`; the model names the special tokens that the tokenizer doesn't."""
+    tokens: dict[str, str] = {}
     for name in ("bos_token", "eos_token", "pad_token"):
-        id = getattr(model.config, f"{name}_id")
-        text = tokenizer.id_to_token(id) if isinstance(id, int) else None
-        if text is not None:
-            settings[name] = text
-    return settings
+        ids = getattr(model.config, f"{name}_id")
+        first = ids[0] if isinstance(ids, list) else ids
+        if first is not None and (text := tokenizer.id_to_token(first)) is not None:
+            tokens[name] = text
+    name_special_tokens(tokenizer, tokens)
+    return tokenizer_config(tokenizer)

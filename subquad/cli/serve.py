@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from subquad import training
-from subquad.cli.arguments import Parser
+from subquad.cli.arguments import RUN_HELP, Parser
 from subquad.cli.generate import ADAPTER_HELP
 from subquad.serving.config import ServeConfig
 
@@ -27,7 +27,7 @@ def make_parser() -> Parser:
         "Serve a trained model over HTTP: OpenAI-compatible /v1/completions and /v1/chat/completions, a web page at /, "
         "/health, /metrics for Prometheus, /openapi.json. Ctrl+C or SIGTERM stops it once running answers are done.",
     )
-    parser.add_argument("run", type=str, help="Folder of a run, or one that transformers' from_pretrained reads.")
+    parser.add_argument("run", type=str, help=RUN_HELP)
     parser.add_argument("--host", type=str, default="127.0.0.1", help="Address to listen on; 0.0.0.0: all interfaces.")
     parser.add_argument("--port", type=int, default=8000, help="Port to listen on; 0: any free port.")
     parser.add_optional("--api_key", KEY_HELP)

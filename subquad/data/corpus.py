@@ -15,6 +15,7 @@ from subquad.data.config import DataConfig
 from subquad.data.files import Progress, cache_folder, fill_once, remove, sha256_of, silent, write_json
 from subquad.data.shards import FORMAT_VERSION, TokenShard
 from subquad.data.sources import Source, cut, hold_out, open_source
+from subquad.data.special_tokens import CONFIG, tokenizer_config
 from subquad.data.token_set import TokenSet, held_out_names, is_token_set
 from subquad.data.token_writer import encoded, shard_writer
 from subquad.data.tokenizers import Encoder, load_tokenizer, pieces, tokenizer_hash
@@ -196,6 +197,7 @@ def _build(
             if config.tokenizer != "characters" and (size := tokenizer.get_vocab_size()) < config.vocab_size:
                 logger.warning("the text yields a vocabulary of %d tokens only, not %d", size, config.vocab_size)
         tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+        write_json(folder / CONFIG, tokenizer_config(tokenizer))
         spool.write_shard(folder / "train.tokens", train, tokenizer)
         spool.write_shard(folder / "held_out.tokens", held_out, tokenizer)
         with (folder / "held_out.txt").open("wb") as stream:

@@ -11,9 +11,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from subquad.config import check_at_least
-from subquad.data.files import Progress, aside, silent
+from subquad.data.files import Progress, aside, silent, write_json
 from subquad.data.shards import Entry, ShardWriter
 from subquad.data.sources import Source, open_source
+from subquad.data.special_tokens import CONFIG, log_separator, tokenizer_config
 from subquad.data.token_set import TokenSet, write_index
 from subquad.data.tokenizers import Encoder, tokenizer_hash, vocab_size
 
@@ -30,7 +31,7 @@ def write_tokens(
 
     A text is a source, or a path in any form that `DataConfig.path` takes. A document is never split between shards and
     ends with the tokenizer's separator, if it has one. `folder` must not exist; it appears, with the shards,
-    `index.json` and `tokenizer.json`, when everything is written.
+    `index.json` and the tokenizer, when everything is written.
 
     Raises `FileExistsError` if `folder` exists, `ValueError` for `shard_tokens` below 1 and for texts without a
     document, and the errors of reading the texts.
@@ -38,10 +39,12 @@ def write_tokens(
     folder = Path(folder)
     check_target(folder, shard_tokens)
     sources = [open_source(text) if isinstance(text, str) else text for text in texts]
+    log_separator(tokenizer)
     with aside(folder) as temporary:
         temporary.mkdir()
         entries = _write_shards(temporary, sources, tokenizer, shard_tokens, progress or silent)
         tokenizer.save(str(temporary / "tokenizer.json"), pretty=False)
+        write_json(temporary / CONFIG, tokenizer_config(tokenizer))
         write_index(temporary, entries, tokenizer_hash=tokenizer_hash(tokenizer), vocab_size=vocab_size(tokenizer))
     return TokenSet(folder)
 

@@ -14,8 +14,15 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from subquad.config import suggest
+from subquad.data.special_tokens import (
+    name_special_tokens,
+    read_special_tokens,
+    separator_id,
+    special_tokens,
+    usual_end,
+)
 from subquad.data.token_set import TokenSet
-from subquad.data.vocabularies import SEPARATOR, TRAINED, character_ids, gpt2_files, load_gpt2
+from subquad.data.vocabularies import TRAINED, character_ids, gpt2_files, load_gpt2
 from subquad.parsing import parse_json, read_text
 
 logger = logging.getLogger(__name__)
@@ -24,7 +31,6 @@ MOST_TOKENS = 1 << 24
 """Bound on token ids: a model's embedding has a row for each id up to the greatest."""
 LOOKED_AT = 1 << 22
 """Number of tokens in which carriage returns are counted."""
-_SEPARATORS = (SEPARATOR, "</s>", "<eos>", "<|end_of_text|>", "[SEP]", "<s>")
 # Byte-level pre-tokens hold blanks only at their start, so one always ends between a visible character and a blank.
 _CUT = re.compile(rb"[!-~](?=\s)")
 _PIECE = 1 << 18
@@ -33,8 +39,9 @@ _PIECE = 1 << 18
 def load_tokenizer(name: str | Path, also: Sequence[str] = ()) -> Tokenizer:
     """Load the tokenizer `bytes`, a `tokenizer.json`, or a folder that holds one or GPT-2's two files.
 
-    Raises `ValueError` for an unknown name, listing the valid ones and `also`, and for a file that is not a tokenizer,
-    has no token, or has ids of `MOST_TOKENS` or more.
+    Transformers' files beside a `tokenizer.json` name its special tokens (`subquad.data.special_tokens`). Raises
+    `ValueError` for an unknown name, listing the valid ones and `also`, and for a file that is not a tokenizer, has no
+    token, or has ids of `MOST_TOKENS` or more.
     """
     if name == "bytes":
         return bytes_tokenizer()
@@ -42,7 +49,9 @@ def load_tokenizer(name: str | Path, also: Sequence[str] = ()) -> Tokenizer:
     if file.is_dir():
         folder, file = file, file / "tokenizer.json"
         if not file.is_file() and (pair := gpt2_files(folder)) is not None:
-            return load_gpt2(*pair)
+            tokenizer = load_gpt2(*pair)
+            name_special_tokens(tokenizer, read_special_tokens(folder))
+            return tokenizer
     if not file.is_file():
         if name in TRAINED:
             raise ValueError(f"the tokenizer {name!r} has to be trained first; valid here: bytes or a tokenizer.json")
@@ -59,6 +68,7 @@ def load_tokenizer(name: str | Path, also: Sequence[str] = ()) -> Tokenizer:
         vocabulary = tokenizer.get_vocab()
         if not vocabulary or max(vocabulary.values()) >= MOST_TOKENS:
             raise ValueError(f"it must have at least one token, and none above {MOST_TOKENS:,}")
+    name_special_tokens(tokenizer, read_special_tokens(file.parent))
     return tokenizer
 
 
@@ -114,14 +124,10 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Return a SHA-256 of everything that defines the tokenizer."""
-    return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
-
-
-def separator_id(tokenizer: Tokenizer) -> int | None:
-    """Return the id of the token that ends a document, found by its usual names, or None as for `bytes`."""
-    ids = (tokenizer.token_to_id(token) for token in _SEPARATORS)
-    return next((id for id in ids if id is not None), None)
+    """Return a SHA-256 of everything that defines the tokenizer, with its end token if that isn't one of the usual."""
+    end = special_tokens(tokenizer).get("eos_token")
+    named = "" if end is None or end == usual_end(tokenizer) else end
+    return hashlib.sha256((tokenizer.to_str() + named).encode()).hexdigest()
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:

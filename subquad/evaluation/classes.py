@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from subquad.config import Record, check_at_least
-from subquad.inference import inference
+from subquad.inference import device_of, inference
 from subquad.models import Classifier
 
 EXAMPLES = 10_000
@@ -159,7 +159,7 @@ def evaluate_classifier(
     `progress(done, batches)` is called after each batch. Raises `ValueError` for a count or batch size below 1.
     """
     check_at_least(1, count=count, batch_size=batch_size)
-    device = next(model.parameters()).device
+    device = device_of(model)
     begin = time.perf_counter()
     logits, labels = [], []
     batches = DataLoader(Subset(items, range(count)), batch_size)

@@ -23,8 +23,9 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from subquad.config import check_at_least
-from subquad.data.tokenizers import check_vocabulary, separator_id
-from subquad.hf import SubquadConfig, SubquadForCausalLM
+from subquad.data.special_tokens import separator_id
+from subquad.data.tokenizers import check_vocabulary
+from subquad.hf import SubquadForCausalLM
 from subquad.models import Decoder
 from subquad.version import __version__
 
@@ -358,7 +359,7 @@ def _as_transformers(model: Decoder | PreTrainedModel, length: int | None, end_t
     Raises `ValueError` for a length beyond the model's positions, for a decoder without `length`, and for a model that,
     like `PerceiverAR`, doesn't predict every token that a task scores.
     """
-    decoder = model.model if isinstance(model, SubquadForCausalLM) else model
+    decoder = model.decoder if isinstance(model, SubquadForCausalLM) else model
     if isinstance(decoder, Decoder):
         if decoder.predicts_last is not None:
             raise ValueError(
@@ -368,9 +369,7 @@ def _as_transformers(model: Decoder | PreTrainedModel, length: int | None, end_t
         if length is None:
             raise ValueError("a decoder has no length limit: give one, such as length=1024")
         most = decoder.most_tokens
-        with torch.device("meta"):  # no memory for weights that are replaced at once
-            model = SubquadForCausalLM(SubquadConfig.from_decoder(decoder.config, eos_token_id=end_token))
-        model.model = decoder
+        model = SubquadForCausalLM.around(decoder, eos_token_id=end_token)
     else:
         most = next((n for key in LIMITS if (n := getattr(model.config, key, None)) is not None), None)
     if length is not None and most is not None and length > most:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from subquad.config import Record, check_at_least
 from subquad.data.images import ImageSet
-from subquad.inference import inference
+from subquad.inference import device_of, inference
 from subquad.models.image import ImageModel
 from subquad.models.mlp import Mlp
 
@@ -62,7 +62,7 @@ def evaluate_images(
         raise ValueError(f"the model predicts images of {tokens} bytes, got {list(pixels_NT.shape)}{mask}")
     if occluded_T is not None and (occluded_T.dtype != torch.bool or not occluded_T.any()):
         raise ValueError(f"the mask must be bool and somewhere True, got {occluded_T.dtype}, sum {occluded_T.sum()}")
-    device = next(model.parameters()).device
+    device = device_of(model)
     begin, bits = time.perf_counter(), []
     with inference(model):
         for first in range(0, len(pixels_NT), batch_size):

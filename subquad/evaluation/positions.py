@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from subquad.evaluation.text import Tokens
-from subquad.inference import inference
+from subquad.inference import device_of, inference
 
 MOST_NUMBERS = 1 << 26
 """Upper limit on the logits of one batch, which sets its number of windows (at least one)."""
@@ -100,7 +100,7 @@ def loss_by_position(
     model: Any, tokens: Tokens, /, plan: PositionPlan, *, progress: Callable[[int, int], None] | None = None
 ) -> tuple[RangeLoss, ...]:
     """Return the mean loss of each range of positions, in nats per token; sums are float64, the mode is restored."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     shape = (len(plan.starts), plan.edges[-1])
     sums, counts = np.zeros(shape), np.zeros(shape, dtype=np.int64)
     done = 0

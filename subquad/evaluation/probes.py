@@ -16,7 +16,7 @@ import torch
 from subquad.config import Record, check_at_least
 from subquad.data.probes import ProbeRows
 from subquad.evaluation.text import Window, losses
-from subquad.inference import inference
+from subquad.inference import device_of, inference
 from subquad.models import Decoder
 
 Progress = Callable[[int, int], None]
@@ -64,7 +64,7 @@ def right_answers(
     check_at_least(1, batch_size=batch_size)
     check_rows(model, rows)
     right_BT = np.zeros(rows.tokens.shape, dtype=bool)
-    device = next(model.parameters()).device
+    device = device_of(model)
     with inference(model):
         for start in range(0, len(right_BT), batch_size):
             part = slice(start, start + batch_size)

@@ -21,7 +21,7 @@ from subquad.config import check_at_least
 from subquad.data.packing import first_fit
 from subquad.data.token_set import TokenSet
 from subquad.data.windows import IGNORED, PADDING
-from subquad.inference import inference
+from subquad.inference import device_of, inference
 from subquad.models import Decoder
 
 Tokens: TypeAlias = Sequence[int] | np.ndarray | Tensor | TokenSet
@@ -67,7 +67,7 @@ def losses(model: Decoder, tokens: Tokens, batch: list[Window]) -> np.ndarray:
     """Return nats `[B, T]` of each next token as float64; of the last tokens alone if only they are predicted."""
     rows_BT = np.stack([np.asarray(tokens[window.start : window.stop + 1], dtype=np.int64) for window in batch])
     check_vocabulary(model, rows_BT)
-    tokens_BT = torch.from_numpy(rows_BT).to(next(model.parameters()).device)
+    tokens_BT = torch.from_numpy(rows_BT).to(device_of(model))
     with inference(model):
         loss = model.loss(tokens_BT[:, :-1], tokens_BT[:, 1:], reduction="none")
     return loss.double().cpu().numpy().reshape(len(batch), -1)
@@ -123,7 +123,7 @@ def _losses(model: Decoder, tokens: Tokens, rows: Sequence[Sequence[Window]], le
             begin = end
     check_vocabulary(model, tokens_BT)
     check_vocabulary(model, labels_BT[labels_BT != IGNORED])
-    device = next(model.parameters()).device
+    device = device_of(model)
     inputs_BT, targets_BT, ids_BT = (torch.from_numpy(x).to(device) for x in (tokens_BT, labels_BT, doc_ids_BT))
     with inference(model):
         h_BTD = model.passes(inputs_BT, doc_ids=ids_BT)[-1]

@@ -16,7 +16,7 @@ from subquad.config import check_at_least
 from subquad.generation.generate import Continuation, Finished, checked_prompt, read_piece
 from subquad.generation.sampling import Sampler, SamplingConfig
 from subquad.generation.slots import FixedSlots, LooseSlots, join
-from subquad.inference import inference
+from subquad.inference import device_of, inference
 from subquad.models import Decoder
 from subquad.state import State
 
@@ -155,7 +155,7 @@ class BatchDecoder:
         request = Request(
             unread,
             sampling,
-            Sampler(sampling, self._model.config.vocab_size, unread),
+            Sampler(sampling, self._model.config.vocab_size, unread, stop_tokens=stop_tokens),
             stop_tokens=frozenset(stop_tokens),
             state=state,
             keep_state=keep_state,
@@ -293,10 +293,11 @@ def continue_together(
     token. Ended rows are dropped from the batch once they are half of it: each drop copies the state.
     """
     found = [Continuation([], None) for _ in samplings]
-    choose = [Sampler(sampling, model.config.vocab_size, prompt) for sampling in samplings]
-    rows, stops = list(range(len(samplings))), frozenset(stop_tokens)
+    size, stops = model.config.vocab_size, frozenset(stop_tokens)
+    choose = [Sampler(sampling, size, prompt, stop_tokens=stops) for sampling in samplings]
+    rows = list(range(len(samplings)))
     state = None if state is None else join([state] * len(rows))
-    last, device = [prompt[-1]] * len(rows), next(model.parameters()).device
+    last, device = [prompt[-1]] * len(rows), device_of(model)
     with inference(model):
         for _ in range(samplings[0].max_tokens):
             logits_BTV, state = model(torch.tensor(last, device=device)[:, None], state)

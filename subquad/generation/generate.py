@@ -46,6 +46,10 @@ def generate(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    logit_bias: dict[int, float] | None = None,
+    min_tokens: int = 0,
     seed: int | None = None,
     stop_tokens: Collection[int] = (),
     prefill_chunk: int = 4096,
@@ -54,9 +58,11 @@ def generate(
 
     `temperature` divides the logits; 0 takes the likeliest token. `top_k` keeps the k likeliest tokens, `top_p` the
     fewest tokens whose probabilities sum to at least p, `min_p` those at least p times as likely as the likeliest.
-    `repetition_penalty` makes tokens of the prompt and of the continuation less likely. `seed` makes a sample
-    repeatable. A token of `stop_tokens` ends the sequence and is its last token. The prompt follows the tokens read
-    into `state` and is read `prefill_chunk` tokens at a time (by a `PerceiverAR` in one piece).
+    `repetition_penalty` makes tokens of the prompt and of the continuation less likely; `presence_penalty` once and
+    `frequency_penalty` each time those of the continuation; `logit_bias` adds to the logits of tokens. `seed` makes a
+    sample repeatable. A token of `stop_tokens` ends the sequence and is its last token, after at least `min_tokens`
+    others. The prompt follows the tokens read into `state` and is read `prefill_chunk` tokens at a time (by a
+    `PerceiverAR` in one piece).
 
     Raises `ValueError` for an empty prompt, a token outside the vocabulary or a number out of range.
     """
@@ -67,6 +73,10 @@ def generate(
         top_p=top_p,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=logit_bias,
+        min_tokens=min_tokens,
         seed=seed,
         prefill_chunk=prefill_chunk,
     )
@@ -97,7 +107,7 @@ class Generation(Iterator[int]):
         self._stop_tokens = frozenset(stop_tokens)
         self._unread = checked_prompt(prompt, model.config.vocab_size)
         self._left = sampling.max_tokens
-        self._choose = Sampler(sampling, model.config.vocab_size, self._unread)
+        self._choose = Sampler(sampling, model.config.vocab_size, self._unread, stop_tokens=self._stop_tokens)
 
     @property
     def state(self) -> State | None:

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from subquad.config import check_at_least
-from subquad.inference import inference
+from subquad.inference import device_of, inference
 from subquad.models.image import START, ImageModel
 from subquad.state import State
 
@@ -135,7 +135,7 @@ def _fill(
     show: Callable[[int], None],
 ) -> tuple[Tensor, State | None]:
     """Return one batch with its occluded pixels drawn, and the state after the last token read."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     # `inputs` shifts by one and drops the last entry: a dummy pixel keeps the real last one.
     tokens_BT = model.inputs(torch.cat((pixels_BT, pixels_BT[:, :1]), 1).long()).to(device)
     tokens_BT[:, 1:] = tokens_BT[:, 1:].masked_fill(occluded_T.to(device), START)

@@ -39,15 +39,20 @@ def record(step: Step, tokens_B1: Tensor, active_B: Tensor, state: State) -> Gra
     same bits; weights stay the model's own. Shapes must be constant, and all counts `seen` of the state the same: they
     become one, so that cosines, sines and masks are computed once and not in each layer.
     """
-
-    def flat(tokens_B1: Tensor, active_B: Tensor, *tensors: Tensor) -> list[Tensor]:
-        logits_BV, after = step(tokens_B1, active_B, joined(state, tensors))
-        return [logits_BV, *split(after)]
-
-    traced = make_fx(flat, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)
+    traced = make_fx(flat(step, state), pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)
     graph = traced(tokens_B1, active_B, *split(state))
     _simplify(graph)
     return graph
+
+
+def flat(step: Step, like: State) -> Callable[..., list[Tensor]]:
+    """Return `step` as a function of `tokens`, `active` and the tensors of a state like `like`, unrecorded."""
+
+    def run(tokens_B1: Tensor, active_B: Tensor, *tensors: Tensor) -> list[Tensor]:
+        logits_BV, after = step(tokens_B1, active_B, joined(like, tensors))
+        return [logits_BV, *split(after)]
+
+    return run
 
 
 def split(state: State) -> list[Tensor]:

@@ -5,7 +5,7 @@ Shape letters: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -30,13 +30,21 @@ class SamplingConfig(Config):
     """Keep the tokens that are at least this times as likely as the likeliest one (None: all)."""
     repetition_penalty: float = 1.0
     """Divide positive logits of tokens that are already in the text by this, multiply negative ones (1: off)."""
+    presence_penalty: float = 0.0
+    """Subtract this from the logits of tokens that were generated already; between -2 and 2, as in OpenAI's API."""
+    frequency_penalty: float = 0.0
+    """Subtract this from a token's logit for each time that it was generated; between -2 and 2, as in OpenAI's API."""
+    logit_bias: dict[int, float] | None = None
+    """Add to the logits of tokens, by id; between -100 (never) and 100 (always), as in OpenAI's API."""
+    min_tokens: int = 0
+    """Fewest tokens to generate before one that ends the text."""
     seed: int | None = None
     """Seed of the random numbers; the same seed repeats a text (None: a new one each time)."""
     prefill_chunk: int = 4096
     """Tokens of the prompt to read at a time."""
 
     def __post_init__(self) -> None:
-        check_at_least(0, max_tokens=self.max_tokens)
+        check_at_least(0, max_tokens=self.max_tokens, min_tokens=self.min_tokens)
         check_at_least(1, top_k=self.top_k, prefill_chunk=self.prefill_chunk)
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature}")
@@ -46,15 +54,42 @@ class SamplingConfig(Config):
             raise ValueError(f"min_p must be between 0 and 1, got {self.min_p}")
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise ValueError(f"{name} must be between -2 and 2, got {getattr(self, name)}")
+        for token, bias in (self.logit_bias or {}).items():
+            if not -100 <= bias <= 100:
+                raise ValueError(f"logit_bias must be between -100 and 100, got {bias} for token {token}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed must be at least -2**63 and below 2**64, got {self.seed}")
 
 
 class Sampler:
-    """Choose the tokens of one sequence, with its own random numbers and its own record of tokens already used."""
+    """Choose the tokens of one sequence, with its own random numbers and its own record of tokens already used.
 
-    def __init__(self, sampling: SamplingConfig, vocab_size: int, tokens: Iterable[int] = (), /) -> None:
+    `tokens` are those before the sequence, `stop_tokens` those that end it. Raises `ValueError` for a `logit_bias`
+    outside the vocabulary and for `min_tokens` if every token ends the text.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingConfig,
+        vocab_size: int,
+        tokens: Iterable[int] = (),
+        /,
+        *,
+        stop_tokens: Collection[int] = (),
+    ) -> None:
         self.sampling = sampling
+        self._made = 0
+        self._generated: set[int] = set()
+        self._added_V = _bias(sampling, vocab_size)
+        ends = sorted({token for token in stop_tokens if 0 <= token < vocab_size})
+        self._ends = torch.tensor(ends, dtype=torch.long)
+        if sampling.min_tokens and len(self._ends) == vocab_size:
+            raise ValueError(f"min_tokens={sampling.min_tokens} needs a token that does not end the text; all do")
         self._random: torch.Generator | None = None
         self._said_V: Tensor | None = None
         if sampling.temperature > 0:
@@ -70,7 +105,8 @@ class Sampler:
     @property
     def takes_the_likeliest(self) -> bool:
         """Return whether the choice is always the token with the highest logit."""
-        return self._random is None and self._said_V is None
+        early = self._made < self.sampling.min_tokens
+        return self._random is None and self._said_V is None and self._added_V is None and not early
 
     def __call__(self, logits_V: Tensor, /) -> int:
         """Return the next token. Raises `ValueError` if a logit is not finite."""
@@ -78,10 +114,35 @@ class Sampler:
         check_finite(logits_V)
         if self._said_V is not None:
             logits_V = penalised(logits_V, self._said_V, self.sampling.repetition_penalty)
+        if self._added_V is not None:
+            logits_V = logits_V + self._added_V
+        if self._made < self.sampling.min_tokens and len(self._ends):
+            logits_V = logits_V.index_fill(0, self._ends, -torch.inf)
         token = int(logits_V.argmax()) if self._random is None else sample(logits_V, self.sampling, self._random)
+        self._record(token)
+        return token
+
+    def _record(self, token: int) -> None:
+        self._made += 1
         if self._said_V is not None:
             self._said_V[token] = True
-        return token
+        if self._added_V is not None:
+            self._added_V[token] -= self.sampling.frequency_penalty
+            self._added_V[token] -= 0 if token in self._generated else self.sampling.presence_penalty
+            self._generated.add(token)
+
+
+def _bias(sampling: SamplingConfig, vocab_size: int) -> Tensor | None:
+    """Return what is added to the logits of the first token, or None if nothing ever is."""
+    biases = sampling.logit_bias or {}
+    for token in biases:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"logit_bias has token {token}; valid: 0 to {vocab_size - 1}")
+    if not (biases or sampling.presence_penalty or sampling.frequency_penalty):
+        return None
+    bias_V = torch.zeros(vocab_size, dtype=torch.float64)
+    bias_V[list(biases)] = torch.tensor(list(biases.values()), dtype=torch.float64)
+    return bias_V
 
 
 def check_finite(logits: Tensor, /) -> None:

@@ -9,21 +9,27 @@ Shape letters: B slots, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from subquad.generation.recorded import joined, record, split
+from subquad.generation.recorded import flat, joined, record, split
+from subquad.inference import device_of
+from subquad.layers.attached import attached
 from subquad.models import Decoder
 from subquad.state import State
+
+logger = logging.getLogger(__name__)
 
 
 class FixedSlots:
     """One state `[B, ...]` of constant shapes; empty slots keep reading token 0, without effect.
 
     A row depends on itself alone, as kernels of a fixed shape treat all rows alike. A state that grows is allocated for
-    `capacity` tokens; a sequence may not be longer. The first step records its operations, which later ones run.
+    `capacity` tokens; a sequence may not be longer. The first step records its operations, which later ones run, unless
+    a module has a hook, an adapter or the like, which lives on its call: attach them before the first step.
     """
 
     def __init__(self, model: Decoder, slots: int, capacity: int, *, compile: bool = False) -> None:
@@ -36,7 +42,7 @@ class FixedSlots:
         self._like = join([self._blank] * slots, ragged=True)
         self._tensors = split(self._like)
         self._bytes = self._like.nbytes
-        self._device = next(model.parameters()).device
+        self._device = device_of(model)
         self._active_B = torch.zeros(slots, dtype=torch.long, device=self._device)
         self._steps: dict[bool, Callable[..., list[Tensor]]] = {}
 
@@ -69,10 +75,19 @@ class FixedSlots:
     def _read(self, tokens_B1: Tensor) -> Tensor:
         autocast = torch.is_autocast_enabled(self._device.type)
         if autocast not in self._steps:
-            graph = record(self._forward, tokens_B1, self._active_B, joined(self._like, self._tensors))
-            self._steps[autocast] = torch.compile(graph, dynamic=False, fullgraph=True) if self._compile else graph
+            self._steps[autocast] = self._new_step(tokens_B1)
         logits_BV, *self._tensors = self._steps[autocast](tokens_B1, self._active_B, *self._tensors)
         return logits_BV
+
+    def _new_step(self, tokens_B1: Tensor) -> Callable[..., list[Tensor]]:
+        """Return the step as a function of tensors: recorded, unless something is attached to the model's modules."""
+        like = joined(self._like, self._tensors)
+        if (what := attached(self._model)) is not None:
+            logger.info("decoding steps call the model's modules and are not recorded: %s", what)
+            return flat(self._forward, like)
+        graph = record(self._forward, tokens_B1, self._active_B, like)
+        logger.info("the decoding step is recorded: %d operations", len(graph.graph.nodes))
+        return torch.compile(graph, dynamic=False, fullgraph=True) if self._compile else graph
 
     def bytes_of(self, slot: int) -> int:
         return self._bytes // len(self._active_B)
@@ -84,10 +99,10 @@ class FixedSlots:
 
     def _forward(self, tokens_B1: Tensor, active_B: Tensor, state: State) -> tuple[Tensor, State]:
         """Return logits and a state whose tensors are contiguous, as a new row's are: other strides would recompile."""
-        h_B1D, state = self._model.hidden(tokens_B1, state)
+        logits_B1V, state = self._model(tokens_B1, state)
         # The count of an unused row stays zero, so that it never reaches a limit.
         state = fit(state, self._shapes).map(lambda x: x * active_B if x.ndim == 1 else x.contiguous())
-        return self._model.logits(h_B1D)[:, -1], state
+        return logits_B1V[:, -1], state
 
     def _in_ring(self, state: State) -> State:
         return self._model.change_layers(state, lambda layer, state: layer.to_ring(state, self._capacity))
@@ -110,7 +125,7 @@ class LooseSlots:
     def __init__(self, model: Decoder, slots: int) -> None:
         self._model = model
         self._states: dict[int, State | None] = {}
-        self._vocab_size, self._dtype = model.config.vocab_size, model.head_weight.dtype
+        self._vocab_size, self._dtype = model.config.vocab_size, next(model.parameters()).dtype
         self._slots = slots
 
     def insert(self, slot: int, state: State | None) -> None:
@@ -127,7 +142,7 @@ class LooseSlots:
 
     def step(self, tokens: list[int]) -> Tensor:
         """As `FixedSlots.step`, with one pass for the sequences that have a state, and one for each without."""
-        device = next(self._model.parameters()).device
+        device = device_of(self._model)
         logits_BV = torch.zeros(self._slots, self._vocab_size, device=device, dtype=self._dtype)
         begun = [slot for slot, state in sorted(self._states.items()) if state is not None]
         for slot in sorted(set(self._states) - set(begun)):
@@ -153,7 +168,7 @@ class LooseSlots:
 
 def as_tensor(model: Decoder, tokens: list[int]) -> Tensor:
     """Return one row of tokens, `[1, T]`, on the model's device."""
-    return torch.tensor([tokens], dtype=torch.long, device=next(model.parameters()).device)
+    return torch.tensor([tokens], dtype=torch.long, device=device_of(model))
 
 
 def _final(model: Decoder, capacity: int) -> State:
@@ -169,7 +184,7 @@ def _final(model: Decoder, capacity: int) -> State:
 @torch.no_grad()
 def _blank(model: Decoder, places: int) -> State:
     """Return the state after a row of padding alone, which has no content but takes `places` entries."""
-    tokens_BT = torch.zeros(1, places, dtype=torch.long, device=next(model.parameters()).device)
+    tokens_BT = torch.zeros(1, places, dtype=torch.long, device=device_of(model))
     return model.hidden(tokens_BT, None, torch.zeros_like(tokens_BT, dtype=torch.bool))[1]
 
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
 
+from subquad.attention import mechanism, names
 from subquad.models.config import DecoderConfig
 
 FORMAT_VERSION = 1
 FIELDS = tuple(field.name for field in dataclasses.fields(DecoderConfig))
+STUB = "modeling_subquad.py"
+"""File in a saved folder by which commands that know transformers alone find the model's classes."""
+LORA_TARGETS = ("query", "value")
+"""Linear layers that get factors where PEFT is asked for none."""
 
 
 def fields_of(config: type[DecoderConfig], *left_out: str) -> Any:
@@ -32,6 +39,13 @@ class SubquadConfig(fields_of(DecoderConfig), PreTrainedConfig):  # type: ignore
     """
 
     model_type = "subquad"
+    auto_classes: ClassVar[dict[str, str]] = {
+        "AutoModel": "SubquadModel",
+        "AutoModelForCausalLM": "SubquadForCausalLM",
+        "AutoModelForSequenceClassification": "SubquadForSequenceClassification",
+        "AutoModelForTokenClassification": "SubquadForTokenClassification",
+    }
+    """Classes of models with this configuration in `subquad.hf`, by transformers' classes that choose among them."""
     own_fields: ClassVar[tuple[str, ...]] = FIELDS
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {
@@ -41,6 +55,7 @@ class SubquadConfig(fields_of(DecoderConfig), PreTrainedConfig):  # type: ignore
         "num_key_value_heads": "num_kv_heads",
         "tie_word_embeddings": "tie_embeddings",
         "initializer_range": "init_std",
+        "max_position_embeddings": "max_positions",
     }
 
     subquad_version: int = FORMAT_VERSION
@@ -59,8 +74,41 @@ class SubquadConfig(fields_of(DecoderConfig), PreTrainedConfig):  # type: ignore
             near = difflib.get_close_matches(key, self.own_fields, n=1, cutoff=0.75)
             if near and key not in self.attribute_map and not hasattr(type(self), key):
                 raise ValueError(f"{type(self).__name__} has no field {key!r}; did you mean {near[0]!r}?")
+            owners = [name for name in names() if key in mechanism(name).option_names()]
+            if owners and key not in self.own_fields and key not in self.attribute_map:
+                chosen = [self.attention] if isinstance(self.attention, str) else self.attention
+                used = [name for name in owners if name in chosen]
+                raise ValueError(
+                    f"{key}={kwargs[key]!r} is an option of attention {', '.join(map(repr, used or owners))}: write "
+                    f"options={{{(used or owners)[0]!r}: {{{key!r}: {kwargs[key]!r}}}}}"
+                )
         super().__post_init__(**kwargs)
         self.decoder_config()
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Save as transformers does, with a stub that says where the model's classes are (`auto_map`)."""
+        classes = {"AutoConfig": type(self).__name__, **self.auto_classes}
+        self.auto_map = {auto: f"{Path(STUB).stem}.{name}" for auto, name in classes.items()}
+        named = ", ".join(sorted(classes.values()))
+        text = f'''"""Classes of this model: it needs the package subquad (pip install subquad)."""\n
+from subquad.hf import {named}\n
+__all__ = {sorted(classes.values())}
+'''
+        if not Path(save_directory).is_file():  # of a file, transformers' error
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            (Path(save_directory) / STUB).write_text(text, encoding="utf-8")
+        super().save_pretrained(save_directory, *args, **kwargs)  # at the end: it may upload the folder
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as transformers does."""
+        # PEFT takes a configuration as a dict before it looks up its default targets: by then it is imported.
+        if "peft" in sys.modules:
+            tables = vars(sys.modules["peft.utils.constants"]) if "peft.utils.constants" in sys.modules else {}
+            for name, table in tables.items():
+                if name.endswith("_TARGET_MODULES_MAPPING") and table.get("llama") == ["q_proj", "v_proj"]:
+                    table.setdefault(self.model_type, list(LORA_TARGETS))
+        found: dict[str, Any] = super().to_dict()
+        return found
 
     def decoder_config(self) -> DecoderConfig:
         """Return the `DecoderConfig`; raises `ValueError` or `TypeError` as it does."""

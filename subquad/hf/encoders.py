@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput
 from transformers.utils import can_return_tuple
 
+from subquad.hf.backbone import padding_mask
 from subquad.hf.config import FIELDS, SubquadConfig, fields_of
 from subquad.hf.loading import StrictModel
-from subquad.hf.model import padding_mask, refuse_inputs
+from subquad.layers.head import new_head
 from subquad.models.classifier import Classifier, check_pair
 from subquad.models.decoder import IGNORED
 from subquad.models.encoder import EncoderConfig
@@ -57,7 +58,14 @@ def read_inputs(
     output_hidden_states: bool | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the tokens `[B, T]` and which are real (None: all); `ValueError` for inputs that encoders do not take."""
-    refuse_inputs(inputs_embeds, output_attentions, output_hidden_states)
+    if inputs_embeds is not None:
+        raise ValueError("inputs_embeds is not supported by encoders: pass input_ids")
+    if output_attentions:
+        raise ValueError("output_attentions is not supported: no weights are computed; see a layer's method `weights`")
+    if output_hidden_states:
+        raise ValueError(
+            "output_hidden_states is not supported by encoders: `model.model.encoder(tokens)` gives the last"
+        )
     if input_ids is None:
         raise ValueError("input_ids is needed: a tensor [B, T] of token numbers")
     return input_ids, padding_mask(attention_mask, input_ids)
@@ -67,6 +75,9 @@ class SubquadClassifierConfig(fields_of(EncoderConfig, "num_classes"), SubquadCo
     """The fields of `EncoderConfig`; `num_classes` is transformers' `num_labels`, and `id2label` names the classes."""
 
     model_type = "subquad-classifier"
+    auto_classes: ClassVar[dict[str, str]] = {
+        "AutoModelForSequenceClassification": "SubquadEncoderForSequenceClassification"
+    }
     own_fields: ClassVar[tuple[str, ...]] = (*FIELDS, "pooling", "causal", "towers", "num_labels")
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -101,7 +112,7 @@ class Denoising:
     hiding: Hiding
 
 
-class SubquadForSequenceClassification(EncoderModel):
+class SubquadEncoderForSequenceClassification(EncoderModel):
     """A classifier around `subquad.models.Classifier`, its attribute `model`.
 
     If `denoising` is set, training hides tokens and adds the loss of predicting them by the table's own rows (joint
@@ -152,12 +163,18 @@ class SubquadForSequenceClassification(EncoderModel):
     def _denoise(self, denoising: Denoising, read: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor]:
         """Return the logits of sequences with hidden tokens, and the weighted loss of predicting the hidden tokens."""
         encoder = self.model.encoder
+        if not encoder.vector_per_token:
+            raise ValueError(
+                f"attention {encoder.config.attention!r} keeps no vector for each token and cannot predict tokens"
+            )
+        table = encoder.embedding.tokens
+        head = new_head(table.embedding_dim, table.num_embeddings, bias=False, table=table)
         pooled, losses = [], []
         for tokens_BT, mask in read:
             shown_BT, hidden_BT = denoising.hiding(tokens_BT, mask, mask_token(encoder))
-            h_BTD, pooled_BD = encoder.read(shown_BT, mask)
+            h_BTD, pooled_BD = encoder(shown_BT, mask, pooled=True)
             pooled.append(pooled_BD)
-            losses.append(denoising_loss(encoder, h_BTD, tokens_BT, hidden_BT))
+            losses.append(denoising_loss(head, h_BTD, tokens_BT, hidden_BT))
         return self.model.logits(*pooled), denoising.weight * torch.stack(losses).mean()
 
     def _loss(self, logits_BC: Tensor, labels_B: Tensor) -> Tensor:
@@ -177,6 +194,7 @@ class SubquadPretrainingConfig(fields_of(EncoderConfig, *LABELS), SubquadConfig)
     """The fields of `EncoderConfig` except those about labels, and the objective: `denoise` or `causal`."""
 
     model_type = "subquad-pretraining"
+    auto_classes: ClassVar[dict[str, str]] = {"AutoModelForPreTraining": "SubquadForPreTraining"}
     own_fields: ClassVar[tuple[str, ...]] = (
         *FIELDS, "pooling", "causal", "objective", "mask_fraction", "random_fraction"
     )  # fmt: skip
@@ -214,7 +232,22 @@ class SubquadForPreTraining(EncoderModel):
         objective: Objective = "causal" if config.objective == "causal" else "denoise"
         self.model = PretrainingModel(config.encoder_config(), objective)
         self.hiding = Hiding(config.mask_fraction, config.random_fraction)
+        self._tied_weights_keys = {"model.head.weight": "model.encoder.embedding.tokens.weight"}
         self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the head, whose weights are the table's."""
+        head: nn.Module = self.model.head
+        return head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.model.head = new_embeddings
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resize the vocabulary; `ValueError` where tokens are hidden: the mask token is the table's last row."""
+        if self.config.objective == "denoise":
+            raise ValueError('the mask token of objective="denoise" is the table\'s last row: it cannot be resized')
+        return super().resize_token_embeddings(*args, **kwargs)
 
     @can_return_tuple
     def forward(

@@ -21,6 +21,7 @@ class SubquadImageConfig(fields_of(ImageModelConfig), SubquadConfig):  # type: i
     """The fields of `ImageModelConfig`, with those that transformers adds to every model."""
 
     model_type = "subquad-image"
+    auto_classes: ClassVar[dict[str, str]] = {"AutoModel": "SubquadForImages"}
     own_fields: ClassVar[tuple[str, ...]] = tuple(field.name for field in fields(ImageModelConfig))
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -56,6 +57,8 @@ class SubquadForImages(StrictModel):
     def __init__(self, config: SubquadImageConfig) -> None:
         super().__init__(config)
         self.model = ImageModel(config.image_config())
+        if self.model.tied:
+            self._tied_weights_keys = {"model.head.weight": "model.embedding.tokens.weight"}
         self.post_init()
 
     @can_return_tuple

@@ -96,9 +96,11 @@ def read_llama2c(path: str | os.PathLike[str]) -> SubquadForCausalLM:
         if name in ("attention.query.weight", "attention.key.weight"):
             tensor = _halves(tensor, header.channels)
         if tensor.ndim == 1 or name in ("embedding.tokens.weight", "head.weight"):
-            ours[f"model.{name}"] = tensor
+            ours["lm_head.weight" if name == "head.weight" else f"model.decoder.{name}"] = tensor
         elif name:
-            ours |= {f"model.layers.{i}.{name}": tensor[i] for i in range(header.layers)}
+            ours |= {f"model.decoder.layers.{i}.{name}": tensor[i] for i in range(header.layers)}
+    if header.tied:
+        ours["lm_head.weight"] = ours["model.decoder.embedding.tokens.weight"]
     model.load_state_dict(ours)
     return model.eval()
 

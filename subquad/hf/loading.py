@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from subquad.parsing import read_json_mapping
@@ -23,6 +25,14 @@ _COUNTS = ("num_layers", "num_hidden_layers", "n_layer", "loops", "mixtures", "n
 """Fields that count parts of a model, each of which has its own tensors or rows."""
 SMALL = 1 << 22
 """Largest tensor, in numbers, that is created without being found in the weights."""
+_RENAMED = (
+    (r"model\.(embedding|layers|pass_biases|norm|history|compress)\.", r"model.decoder.\1."),
+    (r"model\.head(?=\.|$)", "lm_head"),
+    (r"model\.head_bias$", "lm_head.bias"),
+    (r"model\.lookup\.", "lookup."),
+)
+"""Weights of language models until the backbone was a model of its own, and their names now."""
+Value = TypeVar("Value")
 
 
 class StrictModel(PreTrainedModel):
@@ -31,23 +41,30 @@ class StrictModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = False
-    _no_split_modules = ["Block"]  # noqa: RUF012 (transformers declares it so)
+    _no_split_modules = ["Block", "LatentBlock"]  # noqa: RUF012 (transformers declares it so)
+    had_other_names: ClassVar[bool] = False
+    """Whether folders of earlier releases have other names of weights (`renamed`)."""
+    leaves_out: ClassVar[tuple[str, ...]] = ()
+    """Prefixes of weights that a folder of another class may have besides, such as the head's for a backbone."""
+    begins_with: ClassVar[tuple[str, ...]] = ()
+    """Prefixes of weights that are new where the folder is of another class, such as a classifier's on a language
+    model's."""
     model: Any
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
         self._check_implementation(config._attn_implementation)
+        super().__init__(config, *args, **kwargs)
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        """Do as transformers, which has no effect here; `ValueError` for implementations of `subquad.hf.register`."""
+        """Do as transformers, which has no effect here; `ValueError` for implementations but `eager`."""
         self._check_implementation(attn_implementation)
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
 
     def _check_implementation(self, name: Any) -> None:
-        if isinstance(name, str) and name.startswith(PREFIX):
+        if name not in (None, "eager"):
             raise ValueError(
                 f"attn_implementation={name!r} is for transformers' models: {type(self).__name__} takes its attention "
-                "from its own configuration"
+                "from its own configuration (attention=...); leave it out"
             )
 
     def blocks_to_shard(self) -> list[nn.Module]:
@@ -63,19 +80,75 @@ class StrictModel(PreTrainedModel):
         `ValueError`, before a model of their size is created."""
         wants_info = kwargs.pop("output_loading_info", False)
         place = args[0] if args else kwargs.get("pretrained_model_name_or_path", "")
+        options = {"use_safetensors": True, **kwargs, "output_loading_info": True}
         with naming(place):
-            if (Path(place) / CONFIG).is_file():
-                check_sizes(cls, Path(place), kwargs.get("config"))
-            options = {"use_safetensors": True, **kwargs, "output_loading_info": True}
-            loaded: Any = super().from_pretrained(*args, **options)
+            folder = None if place is None else Path(place, kwargs.get("subfolder") or "")
+            if folder is not None and (folder / CONFIG).is_file():
+                check_sizes(cls, folder, kwargs.get("config"))
+            if folder is not None and cls.had_other_names and has_old_names(folder):
+                loaded: Any = cls._from_old_names(folder, options)
+            else:
+                loaded = super().from_pretrained(*args, **options)
         model, info = loaded
-        for problem in ("missing_keys", "unexpected_keys"):
-            if info[problem]:
-                names = ", ".join(sorted(str(key) for key in info[problem]))
+        another = cls.__name__ not in (model.config.architectures or [cls.__name__])
+        known = {"missing_keys": cls.begins_with if another else (), "unexpected_keys": cls.leaves_out}
+        for problem, prefixes in known.items():
+            names = ", ".join(sorted(str(key) for key in info[problem] if not str(key).startswith(prefixes)))
+            if names:
                 raise ValueError(
                     f"{place}: the weights do not fit the configuration: {problem.replace('_', ' ')}: {names}"
                 )
         return (model, info) if wants_info else model
+
+    @classmethod
+    def _from_old_names(cls, folder: Path, options: dict[str, Any]) -> Any:
+        kind: Any = cls.config_class
+        options = {
+            key: value for key, value in options.items() if key not in ("pretrained_model_name_or_path", "subfolder")
+        }
+        config = options.pop("config", None) or kind.from_pretrained(folder, local_files_only=True)
+        tensors = {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+        loaded: Any = super().from_pretrained(None, config=config, state_dict=renamed(tensors), **options)
+        if loaded[0].can_generate() and (folder / "generation_config.json").is_file():
+            loaded[0].generation_config = GenerationConfig.from_pretrained(folder)
+        return loaded
+
+
+def renamed(tensors: Mapping[str, Value], prefix: str = "") -> dict[str, Value]:
+    """Return a language model's tensors, or anything by their names after `prefix`, under the names of today."""
+    found: dict[str, Value] = {}
+    for name, value in tensors.items():
+        before = prefix if name.startswith(prefix) else ""
+        own = name.removeprefix(before)
+        for old, new in _RENAMED:
+            own = re.sub(f"^{old}", new, own)
+        found[before + own] = value
+    return found
+
+
+def load_old_names(model: nn.Module, file: Path) -> None:
+    """Load a language model's weights under their former names into `model`; `ValueError` if they do not fit.
+
+    Optimizer states stand in the order of the weights, which has changed for a head with a bias and for the untied head
+    of a Perceiver AR with an updated history: these are refused.
+    """
+    tensors = load_file(file)
+    moved = any(name.startswith(("model.history.", "model.compress.")) for name in tensors)
+    if "model.head_bias" in tensors or (moved and "model.head.weight" in tensors):
+        raise ValueError("its weights stand in the order of an earlier release: finish the run with that one")
+    tensors = renamed(tensors)
+    if "lm_head.weight" not in tensors:
+        tensors["lm_head.weight"] = tensors["model.decoder.embedding.tokens.weight"]
+    model.load_state_dict(tensors)
+
+
+def has_old_names(folder: Path) -> bool:
+    """Return whether the weights in a folder have the names of a language model of an earlier release."""
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            if any(name.startswith("model.embedding.tokens.") for name in tensors.keys()):  # noqa: SIM118
+                return True
+    return False
 
 
 def read_config(folder: str | Path) -> PreTrainedConfig:
@@ -83,7 +156,7 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     with naming(folder):
         values = read_json_mapping(Path(folder) / CONFIG)
         _check_counts(values, SMALL)
-        if "auto_map" in values:
+        if "auto_map" in values and not str(values.get("model_type")).startswith("subquad"):
             raise ValueError("its configuration names code of its own, which is not run")
         found: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return found
@@ -151,6 +224,7 @@ def check_sizes(cls: type[PreTrainedModel], folder: Path, config: Any) -> None:
             shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
     if not shapes:
         return  # transformers reports the missing weights
+    shapes = renamed(shapes) if getattr(cls, "had_other_names", False) else shapes
     numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
     _check_counts(values, max(numbers, len(shapes)))
     if config is None:

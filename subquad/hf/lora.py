@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 from subquad.config import suggest
 from subquad.hf.config import SubquadConfig
-from subquad.hf.encoders import SubquadForPreTraining, SubquadForSequenceClassification
+from subquad.hf.encoders import SubquadEncoderForSequenceClassification, SubquadForPreTraining
 from subquad.hf.image import SubquadForImages
-from subquad.hf.loading import CONFIG, check_sizes, naming, read_config
+from subquad.hf.loading import CONFIG, StrictModel, check_sizes, naming, read_config, renamed
 from subquad.hf.model import SubquadForCausalLM
 from subquad.parsing import check_keys, read_json_mapping
 
@@ -33,18 +33,16 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "base.json"
 _PREFIX = "base_model.model."
-_NOT_DEFAULT = {"head", "lookup"}
-"""Linear layers that get factors only on request: heads and the look-up after them."""
-_READ_AS_WEIGHTS = {"compress"}
-"""Linear layers that are never called, only their matrix is read, so factors would have no effect (Perceiver AR with
-history=compressed; also the heads of all models but classifiers)."""
+_NOT_DEFAULT = {"head", "lm_head", "lookup", "compress"}
+"""Linear layers that get factors only on request: heads, the look-up after them, and a projection along the sequence.
+"""
 
 _READ = {
     "base_model_name_or_path", "bias", "ensure_weight_tying", "inference_mode", "lora_alpha", "lora_dropout",
     "modules_to_save", "peft_type", "peft_version", "r", "target_modules", "task_type", "use_dora", "use_rslora",
 }  # fmt: skip
 """Fields that an adapter's configuration may set."""
-_MODELS = (SubquadForCausalLM, SubquadForSequenceClassification, SubquadForPreTraining, SubquadForImages)
+_MODELS = (SubquadForCausalLM, SubquadEncoderForSequenceClassification, SubquadForPreTraining, SubquadForImages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,23 +220,22 @@ def targets(model: nn.Module, wanted: Sequence[str] = ()) -> list[str]:
     """Return the full names of the linear layers that get factors: those in `wanted`, or all but heads and look-ups.
 
     A word in `wanted` is the end of a name (`query`, `feedforward.up`) or a regular expression for a whole name. Raises
-    `ValueError` for a word that matches no layer and for a layer that is never called.
+    `ValueError` for a word that matches no layer.
     """
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    read = _READ_AS_WEIGHTS | (set() if isinstance(model, SubquadForSequenceClassification) else {"head"})
-    usable = [name for name in linear if not read & set(name.split("."))]
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if not wanted:
-        return [name for name in usable if not _NOT_DEFAULT & set(name.split("."))]
+        return [name for name in linear if not _NOT_DEFAULT & set(name.split("."))]
     chosen: dict[str, None] = {}
     for word in wanted:
         found = [name for name in linear if name == word or name.endswith(f".{word}")] or _matching(word, linear)
         if not found:
-            raise ValueError(f"lora.targets: no linear layer is called {word!r}; {suggest(word, _short(usable))}")
+            raise ValueError(f"lora.targets: no linear layer is called {word!r}; {suggest(word, _short(linear))}")
         for name in found:
-            if name not in usable:
+            if any(model.get_submodule(name).weight is table.weight for table in tables):
                 raise ValueError(
-                    f"lora.targets: {name} cannot have factors: its matrix is read without calling the layer; "
-                    f"valid: {', '.join(sorted(_short(usable)))}"
+                    f"lora.targets: {name} is tied to the embeddings, which factors merged into it would change; leave "
+                    "it out"
                 )
         chosen.update(dict.fromkeys(found))
     return list(chosen)
@@ -276,7 +273,7 @@ def add_adapter(
     `B = 0`, so nothing changes at first. `wanted` chooses the layers (`targets`); `save_adapter` records `base`.
     """
     peft = require_peft()
-    if train_head and not isinstance(model, SubquadForSequenceClassification):
+    if train_head and not isinstance(model, SubquadEncoderForSequenceClassification):
         raise ValueError(f"train_head is for classifiers, and this is a {type(model).__name__}")
     config = peft.LoraConfig(
         r=rank,
@@ -322,6 +319,8 @@ def read_weights(model: nn.Module, folder: str | Path) -> None:
     if not file.is_file():
         raise FileNotFoundError(f"{folder} holds no {ADAPTER_WEIGHTS}")
     tensors, expected = read_tensors(file), adapter_weights(inner)
+    if isinstance(inner, StrictModel) and inner.had_other_names:
+        tensors = renamed(tensors, _PREFIX)
     for problem, names in (("missing", expected.keys() - tensors.keys()), ("left over", tensors.keys() - expected)):
         if names:
             raise ValueError(f"the adapter in {folder} does not fit the model: {problem}: {', '.join(sorted(names))}")
@@ -351,6 +350,8 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
     except Exception as error:  # PEFT does not validate the file and may fail anywhere
         raise ValueError(f"{folder}/{ADAPTER_CONFIG} is no configuration of a LoRA adapter: {error!r}") from error
     config.base_model_name_or_path = None  # PEFT would warn about another path; we compare weights
+    if isinstance(model, StrictModel) and model.had_other_names:
+        config.target_modules = set(renamed(dict.fromkeys(config.target_modules or ())))
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     unknown = set(config.target_modules or ()) - linear
     # PEFT replaces long lists of names by common endings.

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from subquad.attention import mechanism
 from subquad.config import suggest
 from subquad.hf.config import SubquadConfig
-from subquad.hf.families import FAMILIES, Family, rope
+from subquad.hf.families import FAMILIES, Family, base, rope
 from subquad.hf.families.base import Move, mixer, same, token_ids
 from subquad.hf.interface import wanted_attention
 from subquad.hf.loading import CONFIG, check_sizes, fetch, naming, quiet, read_config
@@ -24,6 +24,7 @@ from subquad.hf.model import SubquadForCausalLM
 from subquad.layers.feedforward import build_feedforward
 from subquad.models.blocks import mechanism_options
 from subquad.models.config import DecoderConfig
+from subquad.parsing import read_json_mapping
 
 TRAINING_ALONE = ("dropout", "attention_dropout", "init_std")
 """Settings that do not affect a trained model's outputs; kept if the family has them."""
@@ -46,7 +47,8 @@ def from_transformers(model: PreTrainedModel | str | os.PathLike[str]) -> Subqua
 
 
 def _taken(model: PreTrainedModel) -> SubquadForCausalLM:
-    family = _family(model.config)
+    family = _family(model.config.model_type)
+    base.require(model.config, is_causal=True)
     if type(model).__name__ != family.model:
         raise ValueError(f"a model of family {family.name!r} must be a {family.model}, got {type(model).__name__}")
     config = DecoderConfig.from_dict({"attention": "full", **_simplest(family.settings(model.config))})
@@ -57,6 +59,11 @@ def _taken(model: PreTrainedModel) -> SubquadForCausalLM:
     attending = config
     if entry is not None:
         attention, options = wanted_attention(entry)
+        if {*config.mechanisms} != {"full"}:
+            raise ValueError(
+                f"config.subquad puts attention {attention!r} in the place of full attention, but the {family.name} "
+                f"model has layers of {', '.join(map(repr, config.mechanisms))}; remove config.subquad"
+            )
         attending = config.replace(attention=attention, options={attention: options} if options else {})
     with torch.device("meta"):
         made = SubquadForCausalLM(SubquadConfig.from_decoder(attending, **token_ids(model.config)))
@@ -65,14 +72,18 @@ def _taken(model: PreTrainedModel) -> SubquadForCausalLM:
         if move.theirs not in tensors:
             raise ValueError(f"the {family.name} model has no tensor {move.theirs!r}")
         for name, part in zip(move.ours, move.cut(tensors.pop(move.theirs).detach()), strict=True):
-            ours[f"model.{name}"] = part.clone(memory_format=torch.contiguous_format)
+            ours[_ours(name)] = part.clone(memory_format=torch.contiguous_format)
     copies = {copy: source for name in attending.mechanisms for copy, source in mechanism(name).copied.items()}
     for copy, source in copies.items():
         found = {name: tensor for name, tensor in ours.items() if f".attention.{source}." in name}
         ours |= {name.replace(f".{source}.", f".{copy}."): tensor.clone() for name, tensor in found.items()}
     if tensors:
         raise ValueError(f"the {family.name} model has tensors that our decoder lacks: {', '.join(tensors)}")
+    if config.tie_embeddings:
+        ours[_ours("head.weight")] = ours[_ours("embedding.tokens.weight")]
     _load_all(made, ours)
+    made.tie_weights()
+    _keep_ends(model, made)
     return made.eval()
 
 
@@ -88,19 +99,21 @@ def to_transformers(model: SubquadForCausalLM, family: str | None = None) -> Pre
     if family is not None and family not in FAMILIES:
         raise ValueError(f"unknown family {family!r}; {suggest(family, FAMILIES)}")
     known = {name for each in FAMILIES.values() for name in each.mechanisms}
-    for name in model.model.config.mechanisms:
+    for name in model.model.decoder.config.mechanisms:
         if name not in known:
             raise ValueError(
                 f"transformers' models do not support attention {name!r}, only {', '.join(map(repr, sorted(known)))}"
             )
-    config = canonical(model.model.config)
+    config = canonical(model.model.decoder.config)
     chosen, values = _fitting(config, [FAMILIES[family]] if family is not None else list(FAMILIES.values()))
     theirs_class: Any = getattr(transformers, chosen.model)
     made: PreTrainedModel = theirs_class(theirs_class.config_class(**values, **token_ids(model.config)))
     ours = dict(model.state_dict())
+    if config.tie_embeddings:
+        del ours[_ours("head.weight")]
     tensors: dict[str, Tensor] = {}
     for move in [*chosen.moves(config), *_head(chosen, config)]:
-        parts = [ours.pop(f"model.{name}").detach() for name in move.ours]
+        parts = [ours.pop(_ours(name)).detach() for name in move.ours]
         tensors[move.theirs] = move.join(parts).clone(memory_format=torch.contiguous_format)
     if ours:
         raise ValueError(f"the model has tensors that {chosen.name} lacks: {', '.join(ours)}")
@@ -108,7 +121,15 @@ def to_transformers(model: SubquadForCausalLM, family: str | None = None) -> Pre
         tensors[chosen.head] = tensors[_table(chosen, config)]
     _load_all(made, tensors)
     made.tie_weights()
+    _keep_ends(model, made)
     return made.eval()
+
+
+def _keep_ends(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Keep the end tokens of generation where they are others than the configuration's: often there are more."""
+    found = source.generation_config
+    if found is not None and found.eos_token_id not in (None, source.config.eos_token_id):
+        target.generation_config.eos_token_id = found.eos_token_id
 
 
 def canonical(config: DecoderConfig) -> DecoderConfig:
@@ -158,13 +179,13 @@ def _simplest(settings: dict[str, Any]) -> dict[str, Any]:
     return said
 
 
-def _family(config: Any) -> Family:
-    if config.model_type not in FAMILIES:
-        raise ValueError(
-            f"our decoder does not support models of family {config.model_type!r}; "
-            f"{suggest(config.model_type, FAMILIES)}"
-        )
-    return FAMILIES[config.model_type]
+def _family(model_type: Any) -> Family:
+    for family in FAMILIES.values():
+        if model_type in (family.name, family.holder):
+            return family
+    raise ValueError(
+        f"our decoder does not support models of family {model_type!r}; {suggest(str(model_type), FAMILIES)}"
+    )
 
 
 def _fitting(config: DecoderConfig, families: list[Family]) -> tuple[Family, dict[str, Any]]:
@@ -213,6 +234,11 @@ def _table(family: Family, config: DecoderConfig) -> str:
     return next(move.theirs for move in moves if move.ours == ("embedding.tokens.weight",))
 
 
+def _ours(name: str) -> str:
+    """Return the name in a `SubquadForCausalLM` of a decoder's tensor."""
+    return f"lm_{name}" if name.startswith("head.") else f"model.decoder.{name}"
+
+
 def _head(family: Family, config: DecoderConfig) -> list[Move]:
     return [] if config.tie_embeddings else [same(family.head, "head.weight")]
 
@@ -224,10 +250,13 @@ def _load(place: str | os.PathLike[str]) -> PreTrainedModel:
         folder = fetch(os.fspath(place))
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{place} holds no {CONFIG}, so it is not the folder of a transformers model")
+    if (named := read_json_mapping(folder / CONFIG).get("model_type")) is not None:
+        _family(named)  # before transformers, which may not know it
     config: Any = read_config(folder)
-    if any(config.model_type == family.holder for family in FAMILIES.values()):
+    family = _family(config.model_type)
+    if config.model_type == family.holder:
         config = config.text_config  # transformers leaves the tensors for images out
-    theirs: Any = getattr(transformers, _family(config).model)
+    theirs: Any = getattr(transformers, family.model)
     rope.check(config)
     check_sizes(theirs, folder, config)
     with quiet():
@@ -235,8 +264,8 @@ def _load(place: str | os.PathLike[str]) -> PreTrainedModel:
             folder, config=config, trust_remote_code=False, use_safetensors=True, output_loading_info=True
         )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info.get(kind):
-            names = sorted(str(key) for key in info[kind])
+        names = sorted(str(key) for key in info.get(kind, ()) if not str(key).endswith(family.buffers))
+        if names:
             raise ValueError(f"{kind.replace('_', ' ')}: {', '.join(names)}")
     return model
 

@@ -1,10 +1,12 @@
-"""ELiTA's lookup over the logits, and a loss that never holds the logits of all tokens.
+"""The head over the vocabulary, ELiTA's lookup over its logits, and the loss of both on chunks of tokens.
 
-Shape letters: N tokens, D model width, V vocabulary, R rows of the lookup.
+Shape letters: B batch, T tokens, N = B T tokens, D model width, V vocabulary, R rows of the lookup.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import Literal
 
@@ -13,7 +15,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from subquad.layers.attached import attached
 from subquad.ops import loss
+
+logger = logging.getLogger(__name__)
+Reduction = Literal["mean", "sum", "none"]
+IGNORED = -100
+
+
+def new_head(dim: int, vocab_size: int, *, bias: bool, table: nn.Embedding | None) -> nn.Linear:
+    """Return the linear map `h W^T + b` to the vocabulary; with a `table` of tokens, W is its weights."""
+    if table is None:
+        head = nn.Linear(dim, vocab_size, bias=False)
+    else:
+        with torch.device("meta"):  # no random numbers, and no memory for weights that are not used
+            head = nn.Linear(dim, vocab_size, bias=False)
+        head.weight = table.weight
+    if bias:
+        head.bias = nn.Parameter(torch.zeros(vocab_size))
+    return head
 
 
 class Lookup(nn.Module):
@@ -28,6 +48,7 @@ class Lookup(nn.Module):
     def __init__(self, vocab_size: int, rows: int, *, residual: bool = True) -> None:
         super().__init__()
         self.residual = residual
+        self.width = max(vocab_size, rows)
         self.up = nn.Linear(vocab_size, rows, bias=False)
         self.down = nn.Linear(rows, vocab_size, bias=False)
 
@@ -37,6 +58,74 @@ class Lookup(nn.Module):
         return logits + corrected if self.residual else corrected
 
 
+def logits_of(h: Tensor, head: nn.Module, lookup: nn.Module | None) -> Tensor:
+    """Return the logits `[.., V]` of vectors `[.., D]`, by calls of the head and the lookup after it."""
+    logits: Tensor = head(h)
+    return logits if lookup is None else lookup(logits)
+
+
+def loss_of_passes(
+    passes: list[Tensor],
+    labels_BT: Tensor,
+    head: nn.Module,
+    lookup: Lookup | None,
+    vocab_size: int,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Return the cross-entropy of `labels` in nats, the mean over the `passes`, each `[B, T, D]` or its last tokens.
+
+    The label -100 does not count; rows of the head beyond `vocab_size` predict nothing. The head is called on chunks of
+    tokens. Only a plain linear head, with nothing attached, is read: its loss sums the gradient of the weights in
+    float32 (`subquad.ops.loss.linear_cross_entropy`).
+    """
+    losses: list[Tensor] = []
+    for h_BTD in passes:
+        ours_BT = labels_BT[:, labels_BT.shape[1] - h_BTD.shape[1] :]
+        h_ND, labels_N = h_BTD.flatten(0, 1), ours_BT.flatten()
+        if lookup is None and (read := _read(head)) is not None:
+            weight_VD, bias_V = read
+            weight_VD = weight_VD if len(weight_VD) == vocab_size else weight_VD[:vocab_size]
+            found = loss.linear_cross_entropy(
+                h_ND, weight_VD, labels_N, bias=bias_V, ignore_index=IGNORED, reduction=reduction
+            )
+        else:
+            width = vocab_size if lookup is None else lookup.width
+
+            def called(h_nD: Tensor) -> Tensor:
+                return logits_of(h_nD, head, lookup)[..., :vocab_size]
+
+            found = chunked_cross_entropy(
+                called, h_ND, labels_N, width=width, ignore_index=IGNORED, reduction=reduction
+            )
+        losses.append(found.view(ours_BT.shape) if reduction == "none" else found)
+    return losses[0] if len(losses) == 1 else torch.stack(losses).mean(0)
+
+
+def is_tied(head: nn.Module | None, table: nn.Module) -> bool:
+    """Return whether a head's weights are those of a table of embeddings: one parameter of both."""
+    weight = None if head is None else head._parameters.get("weight")
+    return weight is not None and weight is table._parameters.get("weight")
+
+
+def _read(head: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    """Return the weights of a head if reading them gives what calling it does; None, and the log says why, if not."""
+    if type(head) is not nn.Linear:
+        what: str | None = f"the head is a {type(head).__name__}"
+    elif (what := attached(head)) is None:
+        if type(head.weight) is nn.Parameter and type(head.bias) in (nn.Parameter, type(None)):
+            return head.weight, head.bias
+        what = f"its weight is a {type(head.weight).__name__}"
+    if not torch.compiler.is_compiling():
+        log_called(what)
+    return None
+
+
+@functools.cache
+def log_called(what: str) -> None:
+    """Log once why the loss calls the head."""
+    logger.info("the loss calls the head on chunks of tokens, and does not read its weights: %s", what)
+
+
 def chunked_cross_entropy(
     logits_of: Callable[[Tensor], Tensor],
     h_ND: Tensor,
@@ -44,8 +133,8 @@ def chunked_cross_entropy(
     /,
     *,
     width: int,
-    ignore_index: int = -100,
-    reduction: Literal["mean", "sum", "none"] = "mean",
+    ignore_index: int = IGNORED,
+    reduction: Reduction = "mean",
 ) -> Tensor:
     """`-log softmax(logits_of(h))[label]`, in nats, for a head that is more than one matrix.
 

@@ -182,8 +182,11 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens_BT: Tensor, start: int | Tensor = 0, lengths_B: Tensor | None = None) -> Tensor:
-        """Embed `tokens_BT` from position `start` on; row b has `lengths_B[b]` real tokens before padding (None: T)."""
-        x_BTD = self.tokens(tokens_BT)
+        """Embed `tokens_BT` from position `start` on; row b has `lengths_B[b]` real tokens before padding (None: T).
+
+        Vectors `[B, T, D]` in place of tokens stand for their rows of the table.
+        """
+        x_BTD = tokens_BT if tokens_BT.is_floating_point() else self.tokens(tokens_BT)
         if self.scale != 1:
             x_BTD = x_BTD * self.scale
         if self.position is not None:

@@ -23,6 +23,7 @@ from subquad.layers.positions import Embedding, Learned, Sinusoidal
 from subquad.models.config import DecoderConfig
 from subquad.models.stacks import STACKS
 from subquad.ops.documents import Documents
+from subquad.ops.padding import Lengths
 from subquad.parallel import ContextGroup, active_group, context_parallel
 from subquad.state import State
 
@@ -65,19 +66,16 @@ class Block(ResidualBlock):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | Documents | None, memory: Tensor | None = None
-    ) -> tuple[Tensor, State, Tensor | None]:
-        """Run the block on rows whose first `lengths_B` tokens (None: all T) are real and continue `state`.
-
-        `Documents` in place of lengths pack several sequences into a row; there is no state before them then. `memory`
-        comes from the layer below and is passed on; only mechanisms that have one (Luna) change it.
-        """
-        z_BTD = self.attention_input(x_BTD)
-        if isinstance(lengths_B, Documents):
-            y_BTD, state, memory = self.attention.mix_documents(z_BTD, lengths_B, memory)
-        else:
-            y_BTD, state, memory = self.attention.mix(z_BTD, state, lengths_B, memory)
-        return self.rest(x_BTD, y_BTD), state, memory
+        self,
+        x_BTD: Tensor,
+        state: State | None = None,
+        *,
+        mask: Tensor | Lengths | None = None,
+        doc_ids: Tensor | Documents | None = None,
+    ) -> tuple[Tensor, State]:
+        """Return the tokens after the block, `[B, T, D]`, and the mechanism's new state; arguments as `Attention`'s."""
+        y_BTD, state = self.attention(self.attention_input(x_BTD), state, mask=mask, doc_ids=doc_ids)
+        return self.rest(x_BTD, y_BTD), state
 
     def attention_input(self, x_BTD: Tensor) -> Tensor:
         """Return what the mechanism reads if the block reads `x`."""
@@ -93,7 +91,9 @@ class Block(ResidualBlock):
         return self._add(h_BTD, y_BTD, self.feedforward_norm)
 
     def _add(self, x_BTD: Tensor, y_BTD: Tensor, norm: nn.Module) -> Tensor:
-        x_BTD = torch.add(x_BTD, self.dropout(y_BTD), alpha=self.residual_scale)
+        # Without dropout it isn't called: in a decoding step a call costs as much as an operation.
+        y_BTD = self.dropout(y_BTD) if self.dropout.p else y_BTD
+        x_BTD = torch.add(x_BTD, y_BTD, alpha=self.residual_scale)
         return norm(x_BTD) if self.post_norm else x_BTD
 
     def output_projections(self) -> list[nn.Linear]:
@@ -107,35 +107,46 @@ def run_blocks(
     model: Any,
     x_BTD: Tensor,
     state: State | None,
-    lengths_B: Tensor | Documents | None,
+    layout: Lengths | Documents | None,
     entries: dict[str, Tensor | int | State] | None = None,
     place: str = "",
+    between: list[Tensor] | None = None,
 ) -> Tensor:
-    """Run `x` through the blocks in `model.layers`, starting without a memory.
+    """Run `x` through the blocks in `model.layers`; what one layer hands on (Luna's memory) goes to the next that takes
+    it.
 
     Read each block's state from `state` and, unless `entries` is None, write its new state to `entries`, under names
-    that begin with `place`. With `model.gradient_checkpointing`, training keeps only the input of each block.
+    that begin with `place`; add what each block reads to `between`. With `model.gradient_checkpointing`, training keeps
+    only the input of each block.
     """
     again = model.gradient_checkpointing and model.training and torch.is_grad_enabled()
     group = active_group()
-    memory: Tensor | None = None
+    rows: dict[str, Any] = {"doc_ids" if isinstance(layout, Documents) else "mask": layout}
+    handed: Tensor | None = None
     for i, block in enumerate(model.layers):
         before = None if state is None else state.child(f"{place}layers.{i}")
-        block.attention.check_part(before, lengths_B)
+        takes_handed = block.attention.takes_handed
+        if takes_handed and handed is not None:
+            own = {} if before is None else before.entries
+            before = State({**own, "handed": handed}, block.attention.config_hash)
+        if between is not None:
+            between.append(x_BTD)
         if again:
             # Backward recomputes the block, maybe after the group's context or in another thread: enter it again.
             layer = block if group is None else partial(_in_group, group, block)
-            x_BTD, after, memory = checkpoint(layer, x_BTD, before, lengths_B, memory, use_reentrant=False)
+            x_BTD, after = checkpoint(layer, x_BTD, before, use_reentrant=False, **rows)
         else:
-            x_BTD, after, memory = block(x_BTD, before, lengths_B, memory)
+            x_BTD, after = block(x_BTD, before, **rows)
+        if takes_handed:
+            handed, after = after.tensor("handed"), after.without("handed")
         if entries is not None:
             entries[f"{place}layers.{i}"] = after
     return x_BTD
 
 
-def _in_group(group: ContextGroup, block: nn.Module, *inputs: Any) -> Any:
+def _in_group(group: ContextGroup, block: nn.Module, *inputs: Any, **rows: Any) -> Any:
     with context_parallel(group):
-        return block(*inputs)
+        return block(*inputs, **rows)
 
 
 class PassBias(nn.Module):
@@ -150,8 +161,10 @@ class PassBias(nn.Module):
         return x_BTD + self.bias
 
 
-def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Attention]:
-    """Return the mechanism of each layer, in its causal or its bidirectional form.
+def build_mechanisms(
+    config: DecoderConfig, *, causal: bool = True, kind: type[Attention] | None = None
+) -> list[Attention]:
+    """Return the mechanism of each layer, in its causal or its bidirectional form; `kind` is a class in place of its.
 
     A mechanism's `options` override the decoder's settings (`bias`, `attention_dropout`, `num_kv_heads`, `rope`,
     `rope_base`). Options of registered mechanisms that no layer uses are checked and otherwise ignored, so one file can
@@ -180,7 +193,8 @@ def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Atte
         known = chosen[name].option_names()
         if "own_memory" in known and any("own_memory" in layer.option_names() for layer in layers):
             options = {"own_memory": False} | options  # the first such layer's memory serves them all
-        layers.append(attention.build(name, dim=config.dim, **options))
+        cls = kind or chosen[name]
+        layers.append(cls.from_config(cls.config_of(dim=config.dim, **options)))
         layers[-1].place(len(layers) - 1, config.num_layers)
     return layers
 
@@ -246,6 +260,14 @@ def last_norm(config: DecoderConfig) -> nn.LayerNorm | nn.RMSNorm | nn.Identity:
     """Return the norm after all blocks: none after post-norm blocks, each of which ends with its own."""
     post = config.norm_position == "post"
     return nn.Identity() if post else build_norm(config.norm, config.dim, config.norm_eps)
+
+
+def check_tokens_or_vectors(tokens_BT: Tensor, dim: int) -> None:
+    """Raise as `check_tokens`, but accept floating-point vectors `[B, T, dim]`, which stand for rows of the table."""
+    if tokens_BT.ndim != 3 or not tokens_BT.is_floating_point():
+        check_tokens(tokens_BT)
+    elif tokens_BT.shape[2] != dim:
+        raise ValueError(f"vectors in place of tokens must have shape [B, T, {dim}], got {list(tokens_BT.shape)}")
 
 
 def check_tokens(tokens_BT: Tensor, name: str = "tokens") -> None:

@@ -12,10 +12,11 @@ from subquad.models.perceiver_ar import PerceiverAR
 from subquad.models.stacks import STACKS, stack_of
 
 
-def build_model(config: DecoderConfig) -> Decoder:
+def build_model(config: DecoderConfig, *, head: bool = True) -> Decoder:
     """Return the causal language model that `config.attention` names: a stack, or a `Decoder` of mechanisms.
 
-    Raises `ValueError` for an unknown name, for a stack without a causal form, and as the model's constructor does.
+    Without `head` it gives vectors alone. Raises `ValueError` for an unknown name, for a stack without a causal
+    form, and as the model's constructor does.
     """
     stack = stack_of(config)
     if stack is None:
@@ -23,10 +24,10 @@ def build_model(config: DecoderConfig) -> Decoder:
         for name in config.mechanisms:
             if name not in valid:
                 raise ValueError(f"unknown attention {name!r}; {suggest(name, valid)}")
-        return Decoder(config)
+        return Decoder(config, head=head)
     if "causal" not in stack.forms:
         raise ValueError(f"attention {stack.name!r} has no causal form and cannot predict the next token")
-    return PerceiverAR(config)
+    return PerceiverAR(config, head=head)
 
 
 def build_encoder(config: EncoderConfig) -> Encoder | PerceiverEncoder:

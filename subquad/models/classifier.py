@@ -76,8 +76,8 @@ class Classifier(nn.Module):
         missing or, with `towers=1`, given.
         """
         check_pair(self.config, pair_tokens, pair_mask)
-        a_BD = self.encoder.pooled(tokens_BT, mask)
-        return self.logits(a_BD, None if pair_tokens is None else self.encoder.pooled(pair_tokens, pair_mask))
+        _, a_BD = self.encoder(tokens_BT, mask, pooled=True)
+        return self.logits(a_BD, None if pair_tokens is None else self.encoder(pair_tokens, pair_mask, pooled=True)[1])
 
     def logits(self, a_BD: Tensor, b_BD: Tensor | None = None, /) -> Tensor:
         """Return logits `[B, classes]` from the vector of each sequence, or from both vectors of each pair."""

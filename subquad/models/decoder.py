@@ -5,9 +5,10 @@ Shape letters: B batch, T tokens, D model width, V vocabulary, N = B * T.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,13 @@ from torch.nn import functional as F
 from subquad.attention import Attention, Cost
 from subquad.attention.base import check_fresh
 from subquad.attention.sharing import added, check_dropout, check_whole
-from subquad.layers.head import Lookup, chunked_cross_entropy
+from subquad.layers.head import IGNORED, Lookup, Reduction, is_tied, logits_of, loss_of_passes, new_head
 from subquad.models.blocks import (
     Block,
     PassBias,
     branch_outputs,
     build_mechanisms,
-    check_tokens,
+    check_tokens_or_vectors,
     initialise,
     last_norm,
     run_blocks,
@@ -32,23 +33,20 @@ from subquad.models.config import DecoderConfig
 from subquad.models.matrices import WeightMatrix, trained_weights
 from subquad.ops.counting import cost_of, one_sequence, state_bytes
 from subquad.ops.documents import Documents, before_others, lay_out, real_tokens
-from subquad.ops.loss import linear_cross_entropy
-from subquad.ops.padding import check_mask, compaction, real_slots, scatter
+from subquad.ops.padding import Lengths, check_mask, compact, compaction, real_slots, scatter
 from subquad.parallel import ContextGroup, Sent, active_group
 from subquad.state import State, advance
-
-Reduction = Literal["mean", "sum", "none"]
-IGNORED = -100
 
 
 class Decoder(nn.Module):
     """`logits = norm(h) / logit_divisor @ E^T + b`, with h the embeddings `E[tokens]` after `num_layers` blocks.
 
-    Post-norm blocks end with a norm, and no other follows; the bias b is there with `head_bias`. With `loops` P > 1 the
-    blocks run P times, `h <- blocks(h + b_p)`, with a learned bias and a state for each pass; the last norm is applied
-    only before the head. With `lookup` the logits go through `subquad.layers.head.Lookup`. Both come from ELiTA (A. C.
-    O. Sharma, 2023, Other Methods, which says neither where the bias is added nor which loss is used) and work with
-    every mechanism.
+    The head is a module, tied (its weight is then the embedding's) or not; a decoder built with `head=False` has none,
+    and gives vectors alone until `with_head`. Post-norm blocks end with a norm, and no other follows; the bias b is
+    there with `head_bias`. With `loops` P > 1 the blocks run P times, `h <- blocks(h + b_p)`, with a learned bias and a
+    state for each pass; the last norm is applied only before the head. With `lookup` the logits go through
+    `subquad.layers.head.Lookup`. Both come from ELiTA (A. C. O. Sharma, 2023, Other Methods, which says neither where
+    the bias is added nor which loss is used) and work with every mechanism.
 
     A sequence may be cut anywhere: `decoder(tokens)` gives the logits of `decoder(tokens[:, :n])` followed by those of
     `decoder(tokens[:, n:], state)`. With `gradient_checkpointing = True`, training keeps only the input of each block
@@ -59,31 +57,51 @@ class Decoder(nn.Module):
     every rank, without gradients.
     """
 
-    def __init__(self, config: DecoderConfig) -> None:
+    head: nn.Module | None
+    lookup: Lookup | None
+
+    def __init__(self, config: DecoderConfig, *, head: bool = True) -> None:
         super().__init__()
         self.config = config
         self.config_hash = config.digest()
         self.gradient_checkpointing = False
         self.embedding = token_embedding(config)
-        self.layers = nn.ModuleList(Block(config, mixer) for mixer in build_mechanisms(config))
+        self.layers = nn.ModuleList(self.new_layers(config))
         self.pass_biases = nn.ModuleList(PassBias(config.dim) for _ in range(config.loops if config.loops > 1 else 0))
         self.norm = last_norm(config)
-        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.head_bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.head_bias else None
-        self.lookup = (
-            None if config.lookup is None else Lookup(config.vocab_size, config.lookup, residual=config.lookup_residual)
-        )
+        self.register_module("head", None)
+        self.register_module("lookup", None)
+        if head:
+            table = self.embedding.tokens if config.tie_embeddings else None
+            self.head = new_head(config.dim, config.vocab_size, bias=config.head_bias, table=table)
+            if config.lookup is not None:
+                self.lookup = Lookup(config.vocab_size, config.lookup, residual=config.lookup_residual)
         self.branch_outputs = branch_outputs(self)
         self.apply(self.initialise)
+
+    def new_layers(self, config: DecoderConfig) -> list[Block]:
+        """Return the blocks of a new model."""
+        return [Block(config, mixer) for mixer in build_mechanisms(config)]
+
+    def with_head(self, head: nn.Module | None, lookup: Lookup | None) -> Self:
+        """Return the same decoder, its modules shared and not copied, with another head and lookup (None: without)."""
+        other = copy.copy(self)
+        other._modules = {**self._modules, "head": head, "lookup": lookup}
+        for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate's, bound to this decoder and its head
+            vars(other).pop(name, None)
+        return other
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        """Convert as `nn.Module` does, and keep a tied head tied, which `to_empty` would give weights of its own."""
+        tied = is_tied(self.head, self.embedding.tokens)
+        super()._apply(*args, **kwargs)
+        if tied and self.head is not None:
+            self.head.weight = self.embedding.tokens.weight
+        return self
 
     def blocks(self) -> list[Block]:
         """Return the layers, from the embeddings to the head."""
         return [block for block in self.layers if isinstance(block, Block)]
-
-    @property
-    def head_weight(self) -> Tensor:
-        """The head's matrix `[V, D]`; if tied, the embedding's own."""
-        return self.embedding.tokens.weight if self.head is None else self.head.weight
 
     @torch.no_grad()
     def initialise(self, module: nn.Module) -> None:
@@ -92,7 +110,9 @@ class Decoder(nn.Module):
         The projections that write into the residual stream (`Block.output_projections`) are
         `sqrt(config.branches)` smaller, so that its size does not grow with the depth.
         """
-        initialise(module, self.config.init_std, self.branch_outputs, self.config.branches)
+        tied = module is self.head and self.config.tie_embeddings  # its weights are drawn with the embedding's
+        if not tied:
+            initialise(module, self.config.init_std, self.branch_outputs, self.config.branches)
         if isinstance(module, PassBias):
             nn.init.zeros_(module.bias)
 
@@ -103,9 +123,16 @@ class Decoder(nn.Module):
         state: State | None = None,
         mask: Tensor | None = None,
         doc_ids: Tensor | None = None,
-    ) -> tuple[Tensor, State]:
+        *,
+        keep_state: bool = True,
+        keep_between: bool = False,
+        **named: Any,
+    ) -> Any:
         """Return the logits `[B, T, V]` of the token after each of `tokens` `[B, T]`, which continue `state`, and the
-        new state.
+        new state. Floating-point vectors `[B, T, D]` in place of tokens stand for rows of the embedding.
+
+        A decoder without a head returns three values: a list of vectors, as `passes` does; the state, or None with
+        `keep_state=False`; and with `keep_between` a list of what each block reads. `named` are arguments of `hidden`.
 
         `mask` is a bool `[B, T]`, True for a real token. Padding may stand anywhere: positions and mechanisms count
         real tokens only, and logits at padding are zero (with `head_bias`, the bias). `doc_ids`, integers `[B, T]` (-1:
@@ -114,8 +141,14 @@ class Decoder(nn.Module):
         or `ValueError` for wrong shapes and dtypes, a position beyond a learned table, and a state of another
         configuration or batch size.
         """
-        h_BTD, state = self.hidden(tokens_BT, state, mask, doc_ids)
-        return self.logits(h_BTD), state
+        if self.head is not None:
+            h_BTD, state = self.hidden(tokens_BT, state, mask, doc_ids, **named)
+            return self.logits(h_BTD), state
+        between: list[Tensor] | None = [] if keep_between else None
+        if not keep_state:
+            return self.passes(tokens_BT, mask, doc_ids, between=between, **named), None, between
+        h_BTD, state = self.hidden(tokens_BT, state, mask, doc_ids, between=between, **named)
+        return [h_BTD], state, between
 
     def hidden(
         self,
@@ -124,10 +157,15 @@ class Decoder(nn.Module):
         state: State | None = None,
         mask: Tensor | None = None,
         doc_ids: Tensor | None = None,
+        *,
+        between: list[Tensor] | None = None,
     ) -> tuple[Tensor, State]:
-        """Return the vectors `[B, T, D]` after the last norm, and the new state: `forward` without the head."""
+        """Return the vectors `[B, T, D]` after the last norm, and the new state: `forward` without the head.
+
+        What each block reads is added to `between`.
+        """
         layers: dict[str, Tensor | int | State] = {}
-        passes, seen = self._run(tokens_BT, state, mask, doc_ids, layers)
+        passes, seen = self._run(tokens_BT, state, mask, doc_ids, layers, between)
         group = active_group()
         if group is not None:
             return passes[-1], State(self._whole_states(layers, tokens_BT, group), self.config_hash)
@@ -135,8 +173,9 @@ class Decoder(nn.Module):
 
     def logits(self, h_BTD: Tensor, /) -> Tensor:
         """Return the logits `[.., V]` of vectors `[.., D]` from `hidden`."""
-        logits_BTV = F.linear(h_BTD, self.head_weight, self.head_bias)
-        return logits_BTV if self.lookup is None else self.lookup(logits_BTV)
+        if self.head is None:
+            raise ValueError("this decoder was built without a head: give it one (with_head), or call `hidden`")
+        return logits_of(h_BTD, self.head, self.lookup)
 
     def read(self, tokens_BT: Tensor, /, state: State | None = None) -> State:
         """Return the state after more tokens, without outputs."""
@@ -146,10 +185,18 @@ class Decoder(nn.Module):
         """Return the vectors of `hidden` for whole sequences, without a state, which would cost training memory."""
         return self.passes(tokens_BT, mask)[-1]
 
-    def passes(self, tokens_BT: Tensor, /, mask: Tensor | None = None, doc_ids: Tensor | None = None) -> list[Tensor]:
+    def passes(
+        self,
+        tokens_BT: Tensor,
+        /,
+        mask: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        *,
+        between: list[Tensor] | None = None,
+    ) -> list[Tensor]:
         """Return the vectors that the loss is computed from: the last pass's or, in training with `loop_loss="all"`,
-        each pass's."""
-        return self._run(tokens_BT, None, mask, doc_ids, None)[0]
+        each pass's. What each block reads is added to `between`."""
+        return self._run(tokens_BT, None, mask, doc_ids, None, between)[0]
 
     def loss(
         self,
@@ -178,23 +225,14 @@ class Decoder(nn.Module):
         return self.loss_of_passes(passes, self.aligned_labels(labels_BT, mask), reduction=reduction)
 
     def loss_of_passes(self, passes: list[Tensor], labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
-        """Return the mean of `loss_of_hidden` over the vectors that `passes` returned."""
-        losses = [self.loss_of_hidden(h_BTD, labels_BT, reduction=reduction) for h_BTD in passes]
-        return losses[0] if len(losses) == 1 else torch.stack(losses).mean(0)
+        """Return the loss of the vectors that `passes` returned, the mean over them."""
+        if self.head is None:
+            raise ValueError("this decoder was built without a head: give it one (with_head)")
+        return loss_of_passes(passes, labels_BT, self.head, self.lookup, self.config.vocab_size, reduction)
 
     def loss_of_hidden(self, h_BTD: Tensor, labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
         """Return the cross-entropy of `loss` from the vectors that `hidden` returned."""
-        h_ND, labels_N = h_BTD.flatten(0, 1), labels_BT.flatten()
-        if self.lookup is None:
-            loss = linear_cross_entropy(
-                h_ND, self.head_weight, labels_N, bias=self.head_bias, ignore_index=IGNORED, reduction=reduction
-            )
-        else:
-            width = max(self.lookup.up.weight.shape)
-            loss = chunked_cross_entropy(
-                self.logits, h_ND, labels_N, width=width, ignore_index=IGNORED, reduction=reduction
-            )
-        return loss.view(labels_BT.shape) if reduction == "none" else loss
+        return self.loss_of_passes([h_BTD], labels_BT, reduction=reduction)
 
     def weights(self, tokens_T: Sequence[int], /) -> list[WeightMatrix]:
         """Return the weights of each layer and pass for one sequence of tokens. Quadratic: for pictures."""
@@ -323,55 +361,68 @@ class Decoder(nn.Module):
         mask: Tensor | None,
         doc_ids: Tensor | None,
         layers: dict[str, Tensor | int | State] | None,
+        between: list[Tensor] | None = None,
     ) -> tuple[list[Tensor], int | Tensor]:
-        """Return the vectors of `passes` and the tokens seen; unless `layers` is None, write each layer's new state to
-        it."""
+        """Return the vectors of `passes` and the tokens seen; unless they are None, write each layer's new state to
+        `layers`, and what each block reads to `between`."""
+        vectors = tokens_BT.is_floating_point()
         self._check(tokens_BT, state, mask, doc_ids)
         if doc_ids is not None:
             check_fresh(state)
-            documents = lay_out(doc_ids, mask, *tokens_BT.shape, last_apart=layers is not None)
-            tokens_N1 = tokens_BT.masked_fill(~documents.real_BT, 0).reshape(-1, 1)
-            x_BTD = self.embedding(tokens_N1, documents.positions_BT.flatten()).view(*tokens_BT.shape, -1)
-            passes = self._passes(x_BTD, None, documents, layers, training=self.training)
-            return [h.masked_fill(~documents.real_BT[..., None], 0.0) for h in passes], documents.seen
+            documents = lay_out(doc_ids, mask, *tokens_BT.shape[:2], last_apart=layers is not None)
+            padding_BT = ~documents.real_BT
+            tokens_BT = tokens_BT.masked_fill(padding_BT[..., None] if vectors else padding_BT, 0)
+            x_BTD = self.embedding(tokens_BT.flatten(0, 1)[:, None], documents.positions_BT.flatten())
+            x_BTD = x_BTD.view(*padding_BT.shape, -1)
+            passes = self._passes(x_BTD, None, documents, layers, training=self.training, between=between)
+            if between is not None:
+                between[:] = [x.masked_fill(padding_BT[..., None], 0.0) for x in between]
+            return [h.masked_fill(padding_BT[..., None], 0.0) for h in passes], documents.seen
         group = active_group()
         start = state.seen if state is not None else 0 if group is None else group.offset(tokens_BT.shape[1])
-        moved, lengths_B = None, None
+        moved, layout = None, None
         if mask is not None:
             moved = compaction(mask)
-            lengths_B = moved.lengths_B
-            real_BT = real_slots(lengths_B, tokens_BT.shape[1])
-            tokens_BT = tokens_BT.gather(1, moved.order_BT).masked_fill(~real_BT, 0)
+            layout = Lengths(moved.lengths_B)
+            real_BT = real_slots(moved.lengths_B, tokens_BT.shape[1])
+            if vectors:
+                tokens_BT = compact(tokens_BT, moved)
+            else:
+                tokens_BT = tokens_BT.gather(1, moved.order_BT).masked_fill(~real_BT, 0)
+        lengths_B = None if layout is None else layout.lengths_B
         x_BTD = self.embedding(tokens_BT, start, lengths_B)
-        passes = self._passes(x_BTD, state, lengths_B, layers, training=self.training)
+        passes = self._passes(x_BTD, state, layout, layers, training=self.training, between=between)
         seen = advance(start, tokens_BT.shape[1], lengths_B)
-        return passes if moved is None else [scatter(h, moved) for h in passes], seen
+        if moved is None:
+            return passes, seen
+        if between is not None:
+            between[:] = [scatter(x, moved) for x in between]
+        return [scatter(h, moved) for h in passes], seen
 
     def _passes(
         self,
         x_BTD: Tensor,
         state: State | None,
-        lengths_B: Tensor | Documents | None,
+        layout: Lengths | Documents | None,
         layers: dict[str, Tensor | int | State] | None,
         *,
         training: bool,
+        between: list[Tensor] | None = None,
     ) -> list[Tensor]:
-        """Return the vectors after the last norm: of the last pass or, if `training` uses their losses, of each pass.
-
-        Each pass starts without a memory.
-        """
+        """Return the vectors after the last norm: of the last pass or, if `training` uses their losses, of each
+        pass."""
         loops = self.config.loops
         passes: list[Tensor] = []
         for p in range(loops):
             x_BTD = self.pass_biases[p](x_BTD) if loops > 1 else x_BTD
-            x_BTD = run_blocks(self, x_BTD, state, lengths_B, layers, f"passes.{p}." if loops > 1 else "")
+            x_BTD = run_blocks(self, x_BTD, state, layout, layers, f"passes.{p}." if loops > 1 else "", between)
             if (training and self.config.loop_loss == "all") or p == loops - 1:
                 h_BTD = self.norm(x_BTD)
                 passes.append(h_BTD if self.config.logit_divisor == 1 else h_BTD / self.config.logit_divisor)
         return passes
 
     def _check(self, tokens_BT: Tensor, state: State | None, mask: Tensor | None, docs: Tensor | None = None) -> None:
-        check_tokens(tokens_BT)
+        check_tokens_or_vectors(tokens_BT, self.config.dim)
         if docs is not None:
             self.check_packed()
         group = active_group()
@@ -381,7 +432,7 @@ class Decoder(nn.Module):
             check_dropout(self.config.dropout if self.training else 0.0)
             group.check_same(tokens_BT.shape[1], tokens_BT.device)
         if mask is not None:
-            check_mask(mask, *tokens_BT.shape)
+            check_mask(mask, *tokens_BT.shape[:2])
         if state is not None:
             self.check_state(state, tokens_BT.shape[0])
 

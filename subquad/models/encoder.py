@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from subquad.models.blocks import (
 )
 from subquad.models.config import DecoderConfig, check_choices
 from subquad.ops.counting import Cost, cost_of, one_sequence
-from subquad.ops.padding import Compaction, check_mask, compaction, real_slots, scatter, zero_padding
+from subquad.ops.padding import Compaction, Lengths, check_mask, compaction, real_slots, scatter, zero_padding
 from subquad.parallel.group import refuse
 
 Pooling = Literal["mean", "last", "class"]
@@ -94,23 +94,17 @@ class Encoder(nn.Module):
         """Set one module's initial weights, as in the decoder."""
         initialise(module, self.config.init_std, self.branch_outputs, self.config.branches)
 
-    def forward(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, /, mask: Tensor | None = None, *, pooled: bool = False) -> Any:
         """Return the vectors `[B, T, D]` of `tokens` `[B, T]` after the last norm; zeros at padding.
 
-        `mask` is a bool `[B, T]`, True for a real token; padding may stand anywhere and changes nothing. Raises
-        `TypeError` or `ValueError` for wrong shapes and dtypes and for a position beyond a learned table.
+        With `pooled` return these and one vector a sequence, `[B, D]`, by `config.pooling`; mean and last give zeros if
+        no token is real. `mask` is a bool `[B, T]`, True for a real token; padding may stand anywhere and changes
+        nothing. Raises `TypeError` or `ValueError` for wrong shapes and dtypes and for a position beyond a learned
+        table.
         """
         h_BTD, moved = self._run(tokens_BT, mask)
-        return self._vectors(h_BTD, moved, tokens_BT.shape[1])
-
-    def pooled(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """Return one vector a sequence, `[B, D]`, by `config.pooling`; mean and last give zeros if no token is real."""
-        return self._pool(*self._run(tokens_BT, mask))
-
-    def read(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the results of `forward` and `pooled`, from one pass."""
-        h_BTD, moved = self._run(tokens_BT, mask)
-        return self._vectors(h_BTD, moved, tokens_BT.shape[1]), self._pool(h_BTD, moved)
+        vectors_BTD = self._vectors(h_BTD, moved, tokens_BT.shape[1])
+        return (vectors_BTD, self._pool(h_BTD, moved)) if pooled else vectors_BTD
 
     def _vectors(self, h_BTD: Tensor, moved: Compaction | None, tokens: int) -> Tensor:
         h_BTD = h_BTD[:, h_BTD.shape[1] - tokens :]
@@ -134,12 +128,12 @@ class Encoder(nn.Module):
     def _run(self, tokens_BT: Tensor, mask: Tensor | None) -> tuple[Tensor, Compaction | None]:
         """Return vectors after the last norm, the class token's first; real tokens lead each row."""
         x_BTD, moved = embedded(self.embedding, tokens_BT, mask)
-        lengths_B = None if moved is None else moved.lengths_B
+        layout = None if moved is None else Lengths(moved.lengths_B)
         if self.class_token is not None:
             first_B1D = self.class_token.to(x_BTD.dtype).expand(len(x_BTD), 1, -1)
             x_BTD = torch.cat([first_B1D, x_BTD], 1)
-            lengths_B = None if lengths_B is None else lengths_B + 1
-        return self.norm(run_blocks(self, x_BTD, None, lengths_B)), moved
+            layout = None if layout is None else Lengths(layout.lengths_B + 1)
+        return self.norm(run_blocks(self, x_BTD, None, layout)), moved
 
 
 def embedded(embedding: Embedding, tokens_BT: Tensor, mask: Tensor | None) -> tuple[Tensor, Compaction | None]:

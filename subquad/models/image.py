@@ -11,9 +11,9 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from subquad.config import check_at_least, later
+from subquad.layers.head import IGNORED, new_head
 from subquad.layers.positions import positions
 from subquad.models.blocks import (
     Block,
@@ -26,7 +26,6 @@ from subquad.models.blocks import (
     run_blocks,
 )
 from subquad.models.config import DecoderConfig, check_choices
-from subquad.models.decoder import IGNORED
 from subquad.models.pixels import LEVELS, Output, build_output, draw
 from subquad.models.stacks import STACKS
 from subquad.ops.backends import without_autocast
@@ -199,9 +198,10 @@ def _places(near: int, channels: int) -> list[tuple[int, int, int]]:
 
 
 @without_autocast
-def _project(h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Apply the head in the weights' precision: a mean in bfloat16 would be off by half a level."""
-    return F.linear(h.to(weight.dtype), weight, bias)
+def _called(h: Tensor, head: nn.Module) -> Tensor:
+    """Call the head in the weights' precision: a mean in bfloat16 would be off by half a level."""
+    parameters: Tensor = head(h)
+    return parameters
 
 
 class ImageModel(nn.Module):
@@ -221,8 +221,10 @@ class ImageModel(nn.Module):
         self.embedding = PixelInputs(config)
         self.layers = nn.ModuleList(Block(config, mixer) for mixer in build_mechanisms(config))
         self.norm = last_norm(config)
-        tied = config.tie_embeddings and config.output == "categorical" and not config.position_channels
-        self.head = None if tied else nn.Linear(config.dim, self.output.parameters, bias=False)
+        self.tied = config.tie_embeddings and config.output == "categorical" and not config.position_channels
+        # A tied head has a row for the start token too, whose logit is left out.
+        size, table = (config.vocab_size, self.embedding.tokens) if self.tied else (self.output.parameters, None)
+        self.head = new_head(config.dim, size, bias=False, table=table)
         self.bias = nn.Parameter(self.output.first_biases())
         self.branch_outputs = branch_outputs(self)
         self.apply(self.initialise)
@@ -234,7 +236,8 @@ class ImageModel(nn.Module):
     @torch.no_grad()
     def initialise(self, module: nn.Module) -> None:
         """Set one module's initial weights, as in a decoder."""
-        initialise(module, self.config.init_std, self.branch_outputs, self.config.branches)
+        if module is not self.head or not self.tied:  # tied: drawn with the table
+            initialise(module, self.config.init_std, self.branch_outputs, self.config.branches)
         if module is self:
             self.bias.copy_(self.output.first_biases())
 
@@ -250,8 +253,7 @@ class ImageModel(nn.Module):
 
     def parameters_of(self, h_BTD: Tensor, /) -> Tensor:
         """Return the parameters `[.., P]` of vectors `[.., D]` from `hidden`."""
-        weight = self.embedding.tokens.weight[:LEVELS] if self.head is None else self.head.weight
-        return _project(h_BTD, weight, self.bias)
+        return _called(h_BTD.to(self.bias.dtype), self.head)[..., : self.output.parameters] + self.bias
 
     def hidden(self, tokens_BT: Tensor, /, state: State | None = None) -> tuple[Tensor, State]:
         """Return the vectors `[B, T, D]` after the last norm, and the new state: `forward` without the head."""

@@ -106,9 +106,9 @@ def trained_weights(model: nn.Module, tokens_T: Sequence[int]) -> list[WeightMat
         for hook in hooks:
             hook.remove()
     found: list[WeightMatrix] = []
-    for block, (x_BTD, _, _, memory_BLD) in zip(layers, given, strict=True):
+    for block, (x_BTD, before) in zip(layers, given, strict=True):
         layer = block.attention
-        layer.adopt(None if memory_BLD is None else memory_BLD[0])
+        layer.adopt(before.tensor("handed")[0] if before is not None and "handed" in before else None)
         w_BHTS = layer.weights(block.attention_input(x_BTD))
         found.append(WeightMatrix(len(found), layer.name, w_BHTS[0], layer.causal))
     return found

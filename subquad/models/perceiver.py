@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -160,7 +161,7 @@ class Perceiver(nn.Module):
             if repeat < len(schedule):
                 z_BLD = self.readings[schedule[repeat]](z_BLD, inputs_BSC, start)
             for block in self.layers:
-                z_BLD = block(z_BLD, None, None)[0]
+                z_BLD = block(z_BLD)[0]
         return z_BLD
 
 
@@ -252,38 +253,25 @@ class PerceiverEncoder(nn.Module):
         """Set one module's initial weights."""
         self.core.initialise(module)
 
-    def forward(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens_BT: Tensor, /, mask: Tensor | None = None, *, pooled: bool = False, queries: Tensor | None = None
+    ) -> Any:
         """Return the vectors `[B, L, D]` of the latents (Perceiver IO: `[B, 1, D]`) after reading `tokens` `[B, T]`.
 
-        `mask` is a bool `[B, T]`, True for a real token; padding may stand anywhere and changes nothing. Raises as
-        `Encoder` does and, with Fourier features, for more than `max_positions` tokens.
-        """
-        x_BTC, mask, _ = self._inputs(tokens_BT, mask)
-        if self.query is None:
-            return self.norm(self.core(x_BTC, mask))
-        return self.norm(self.core(x_BTC, self.query, mask))
-
-    def answers(self, queries_PD: Tensor, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """Return the answers `[B, T, D]` of `perceiver_io` to one query for each position; zeros at padding.
-
-        `queries` are `[P, D]`, one a position. Raises `ValueError` for more than P tokens, otherwise as `forward`.
+        With `pooled` return these and their mean, `[B, D]`. `queries` `[P, D]` of `perceiver_io`, one a position, give
+        its answers to them instead, `[B, T, D]`, with zeros at padding. `mask` is a bool `[B, T]`, True for a real
+        token; padding may stand anywhere and changes nothing. Raises as `Encoder` does and, with Fourier features or
+        queries, for more tokens than they have positions.
         """
         T = tokens_BT.shape[-1]
-        if len(queries_PD) < T:
-            raise ValueError(f"there are queries for {len(queries_PD)} tokens, got {T}; raise max_positions")
+        if queries is not None and len(queries) < T:
+            raise ValueError(f"there are queries for {len(queries)} tokens, got {T}; raise max_positions")
         x_BTC, mask, moved = self._inputs(tokens_BT, mask)
-        h_BTD = self.norm(self.core(x_BTC, queries_PD[:T], mask))
-        return h_BTD if moved is None else scatter(h_BTD, moved)
-
-    def pooled(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """Return one vector a sequence, `[B, D]`: the mean over what `forward` returns."""
-        return self(tokens_BT, mask).mean(1)
-
-    def read(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Raise `ValueError`: `Encoder.read` returns a vector for each token, which latents are not."""
-        raise ValueError(
-            f"attention {self.config.attention!r} keeps no vector for each token and cannot predict tokens"
-        )
+        asked = () if self.query is None else (self.query if queries is None else queries[:T],)
+        h_BLD = self.norm(self.core(x_BTC, *asked, mask))
+        if queries is not None and moved is not None:
+            h_BLD = scatter(h_BLD, moved)
+        return (h_BLD, h_BLD.mean(1)) if pooled else h_BLD
 
     def _inputs(self, tokens_BT: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Compaction | None]:
         """Return the inputs with real tokens leading each row, which slots are real, and how tokens were moved."""

@@ -6,39 +6,26 @@ Shape letters: B batch, T tokens, W window, S keys, M latents, D model width, H 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from subquad.attention.blocked import BlockedAttention
 from subquad.models.blocks import Block, build_mechanisms
 from subquad.models.config import DecoderConfig
-from subquad.models.decoder import IGNORED, Decoder, Reduction
+from subquad.models.decoder import IGNORED, Decoder
 from subquad.models.matrices import WeightMatrix
-from subquad.models.perceiver_window import (
-    History,
-    Number,
-    Parts,
-    Window,
-    at_places,
-    attend,
-    compress,
-    cut,
-    neighbours,
-    thin,
-    weights_of,
-)
+from subquad.models.perceiver_layer import Kept, LatentAttention, LatentBlock, draw
+from subquad.models.perceiver_window import History, Number, Parts, Window, compress, cut, neighbours, thin
 from subquad.models.stacks import Decode, PerceiverAROptions
 from subquad.ops.padding import Compaction, compaction, real_slots, scatter
-from subquad.ops.patterns import Blocks, Causal, Full
+from subquad.ops.patterns import Blocks, Full
 from subquad.state import State, advance, last_slots
 
 MODES = get_args(Decode)
-Layers = dict[str, State] | None
-Drawn = list[WeightMatrix] | None
-"""Where a pass writes the keys and values, and the weights, of each layer."""
 
 
 class PerceiverAR(Decoder):
@@ -77,27 +64,32 @@ class PerceiverAR(Decoder):
     and the keys and values of each layer, except in mode `exact` with all latents used.
     """
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, *, head: bool = True) -> None:
         options = PerceiverAROptions.from_dict(config.options.get("perceiver_ar", {}), where="options.perceiver_ar")
         if config.loops != 1:
             raise ValueError(f"perceiver_ar runs its layers once: loops must be 1, got {config.loops}")
         if options.first_layer == "full" and config.num_layers < 2:
             raise ValueError("first_layer='full' needs a second layer to read the compressed history, got num_layers=1")
         plain = config.replace(attention="full")
-        super().__init__(plain)
-        self.config, self.config_hash, self.options = config, config.digest(), options
+        super().__init__(plain, head=head)
+        self.config, self.config_hash = config, config.digest()
+        self._set = {"options": options}  # a dict, which the same decoder with another head shares
         self.latents = options.latents
         self.limit = None if options.history_tokens is None else options.history_tokens + options.latents
         compressed, late = options.history == "compressed", options.first_layer == "full"
         updated = range(int(late), config.num_layers - 1) if options.history != "cross" else ()
         self.history_pattern = Blocks(options.segment) if options.history == "segments" else Full()
-        mixers: list[Any] = [*build_mechanisms(plain)]
+        mixers: list[Any] = [*build_mechanisms(plain, kind=LatentAttention)]
         self.history = nn.ModuleDict({str(i): mixers[i] for i in updated})
         self.compress = nn.Linear(options.history_tokens or 1, options.projected, bias=False) if compressed else None
         self.branch_outputs |= {mixers[i].out for i in updated}
         for module in (self.history, self.compress):
             if module is not None:
                 module.apply(self.initialise)
+
+    def new_layers(self, config: DecoderConfig) -> list[Block]:
+        """Return blocks of latents."""
+        return [LatentBlock(config, mixer) for mixer in build_mechanisms(config, kind=LatentAttention)]
 
     @torch.no_grad()
     def initialise(self, module: nn.Module) -> None:
@@ -116,15 +108,15 @@ class PerceiverAR(Decoder):
         doc_ids: Tensor | None = None,
         *,
         latents: int | None = None,
-    ) -> tuple[Tensor, State]:
+        **named: Any,
+    ) -> Any:
         """Return the logits of the token after each latent, `[B, min(latents, T), V]`; with a state, after each of
         `tokens`.
 
         `latents` is the number of last tokens that are latents, at most (and by default) the configured number; it is
         refused with a state, and `doc_ids` always are. Otherwise as `Decoder.forward`.
         """
-        h_BMD, state = self.hidden(tokens_BT, state, mask, doc_ids, latents=latents)
-        return self.logits(h_BMD), state
+        return super().forward(tokens_BT, state, mask, doc_ids, latents=latents, **named)
 
     def hidden(
         self,
@@ -134,17 +126,23 @@ class PerceiverAR(Decoder):
         mask: Tensor | None = None,
         doc_ids: Tensor | None = None,
         *,
+        between: list[Tensor] | None = None,
         latents: int | None = None,
     ) -> tuple[Tensor, State]:
-        """Return vectors `[B, min(latents, T), D]`, with a state `[B, T, D]`: `forward` without the head."""
+        """Return vectors `[B, min(latents, T), D]`, with a state `[B, T, D]`: `forward` without the head.
+
+        What each layer reads is added to `between`, which is refused with a state.
+        """
         self._check(tokens_BT, state, mask, doc_ids)
         if latents is not None and state is not None:
             raise ValueError(f"latents is for new sequences and cannot be given with a state, got latents={latents}")
         moved = None if mask is None else compaction(mask)
         if state is not None:
+            if between is not None:
+                raise ValueError("perceiver_ar gives what its layers read (hidden states) for whole sequences alone")
             return self._go_on(tokens_BT, state, moved)
         window, parts = self._cut(tokens_BT, moved, latents)
-        h_BMD, state = self._restart(window, parts)
+        h_BMD, state = self._restart(window, parts, between)
         return window.at_the_end(h_BMD, parts), state
 
     def read(self, tokens_BT: Tensor, /, state: State | None = None) -> State:
@@ -162,7 +160,14 @@ class PerceiverAR(Decoder):
         return self.hidden(tokens_BT, latents=self.options.prompt_latents)[1]
 
     def passes(
-        self, ids_BT: Tensor, /, mask: Tensor | None = None, doc_ids: Tensor | None = None, latents: int | None = None
+        self,
+        ids_BT: Tensor,
+        /,
+        mask: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        *,
+        between: list[Tensor] | None = None,
+        latents: int | None = None,
     ) -> list[Tensor]:
         """Return the vectors of `hidden` for whole sequences, without a state; training applies `vary_latents`, unless
         `latents` are given, and `prefix_dropout`."""
@@ -171,20 +176,29 @@ class PerceiverAR(Decoder):
         if self.training and options.vary_latents and latents is None:
             latents = int(torch.randint(options.fewest_predicted, self.latents + 1, ()))
         window, parts = self._cut(ids_BT, None if mask is None else compaction(mask), latents)
-        h_BMD = self._through(window, parts, None, options.prefix_dropout if self.training else 0.0)
+        h_BMD = self._through(window, parts, None, options.prefix_dropout if self.training else 0.0, between)
         return [window.at_the_end(h_BMD, parts)]
-
-    def loss_of_hidden(self, h_BMD: Tensor, labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
-        """Return the cross-entropy of `loss` from the M vectors of `hidden` and the last M labels."""
-        return super().loss_of_hidden(h_BMD, labels_BT[:, labels_BT.shape[1] - h_BMD.shape[1] :], reduction=reduction)
 
     @torch.no_grad()
     def weights(self, tokens_T: Sequence[int], /) -> list[WeightMatrix]:
         """Return for each layer the weights of the history over itself, if it is updated, and of the latents."""
         drawn: list[WeightMatrix] = []
-        tokens_BT = torch.tensor([list(tokens_T)], device=self.embedding.tokens.weight.device)
-        self._through(*self._cut(tokens_BT, None), None, drawn=drawn)
+        tokens_BT = torch.tensor([list(tokens_T)], device=next(self.parameters()).device)
+        with ExitStack() as hooks:
+            for i in range(len(self.layers)):
+                block: Any = self.layers[i]
+                watched = {"latents": block.attention}
+                watched |= {"history": self.history[str(i)]} if str(i) in self.history else {}
+                for name, attention in watched.items():
+                    hook = attention.register_forward_hook(partial(draw, drawn, i, name), with_kwargs=True)
+                    hooks.callback(hook.remove)
+            self._through(*self._cut(tokens_BT, None))
         return drawn
+
+    @property
+    def options(self) -> PerceiverAROptions:
+        """The configuration's options, with the decoding mode that is set."""
+        return self._set["options"]
 
     # Differences from other decoders.
 
@@ -246,7 +260,7 @@ class PerceiverAR(Decoder):
 
         `config` and its hash do not change. Raises `ValueError` as `PerceiverAROptions` does.
         """
-        self.options = self.options.replace(decode=decode or self.options.decode, refill=refill)
+        self._set["options"] = self.options.replace(decode=decode or self.options.decode, refill=refill)
 
     def check_state(self, state: State, batch: int | None = None, *, owner: str = "this decoder") -> None:
         """Raise `ValueError` as `Decoder.check_state` does, and for a state made in another mode."""
@@ -259,6 +273,11 @@ class PerceiverAR(Decoder):
                 "set_decode, or read the tokens again"
             )
 
+    def _check(self, tokens_BT: Tensor, state: State | None, mask: Tensor | None, docs: Tensor | None = None) -> None:
+        if tokens_BT.is_floating_point():
+            raise ValueError("perceiver_ar reads tokens, which its state keeps, and no vectors (inputs_embeds)")
+        super()._check(tokens_BT, state, mask, docs)
+
     def check_packed(self) -> None:
         """Raise `ValueError`."""
         raise ValueError("perceiver_ar predicts only a row's last tokens and takes no packed documents")
@@ -269,10 +288,6 @@ class PerceiverAR(Decoder):
             "perceiver_ar cannot read a sequence that several processes share: its latents are all in the last "
             "part and read a history from all parts; use a decoder of mechanisms, or leave `context_parallel`"
         )
-
-    def blocks_to_shard(self) -> list[Block]:
-        """Return no blocks: their submodules are called separately."""
-        return []
 
     def token_settings(self) -> dict[str, Any]:
         """Return the lengths of history, latents and window, and of segments if the history has them."""
@@ -302,12 +317,12 @@ class PerceiverAR(Decoder):
             return min(start, options.history_tokens or start)
         return start if self.limit is None else start.clamp(max=options.history_tokens)
 
-    def _restart(self, window: Window, parts: Parts) -> tuple[Tensor, State]:
+    def _restart(self, window: Window, parts: Parts, between: list[Tensor] | None = None) -> tuple[Tensor, State]:
         """Run one pass and return the vectors of the latents, each row's first one in slot 0, and the state."""
         layers: dict[str, State] = {}
         # In mode exact, once all latents are used, each token recomputes all keys: keep none.
         full = self.options.decode == "exact" and parts.latents == self.latents
-        h_BMD = self._through(window, parts, None if full else layers)
+        h_BMD = self._through(window, parts, None if full else layers, between=between)
         return h_BMD, self._state(window.last(), window.seen, parts.start, layers)
 
     def _state(self, last_BW: Tensor, seen: Number, start: Number, layers: dict[str, State]) -> State:
@@ -316,9 +331,15 @@ class PerceiverAR(Decoder):
         return State({**tokens, **self._mode(), **layers}, self.config_hash)
 
     def _through(
-        self, window: Window, parts: Parts, layers: Layers, prefix_dropout: float = 0.0, drawn: Drawn = None
+        self,
+        window: Window,
+        parts: Parts,
+        layers: dict[str, State] | None = None,
+        prefix_dropout: float = 0.0,
+        between: list[Tensor] | None = None,
     ) -> Tensor:
-        """Return the latents after the last norm; write the layers' keys and values to `layers`, weights to `drawn`."""
+        """Return the latents after the last norm; write the keys and values of each layer to `layers`, and what it
+        reads to `between`."""
         start, latents, history = parts
         x_BWD = self.embedding(window.tokens_BW, window.first, window.lengths_B)
         before, x_BMD = cut(x_BWD, window, parts)
@@ -326,17 +347,21 @@ class PerceiverAR(Decoder):
         if past is not None and prefix_dropout:
             past = thin(past, prefix_dropout)
         if past is not None and self.compress is not None and self.options.first_layer == "compressed":
-            past = compress(past, self.compress.weight, start)
+            past = self._compressed(past, start)
         for i in range(len(self.layers)):
+            if between is not None:
+                between.append(x_BMD)
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                x_BMD, k_BHSK, v_BHSK, past = checkpoint(self._layer, i, x_BMD, start, past, use_reentrant=False)
+                x_BMD, (k_BHSK, v_BHSK), past = checkpoint(self._layer, i, x_BMD, start, past, use_reentrant=False)
             else:
-                x_BMD, k_BHSK, v_BHSK, past = self._layer(i, x_BMD, start, past, drawn)
+                x_BMD, (k_BHSK, v_BHSK), past = self._layer(i, x_BMD, start, past)
             if layers is not None:
                 if isinstance(window.seen, Tensor):
                     filled_B = k_BHSK.shape[2] - latents + window.seen - start
                     k_BHSK, v_BHSK = (last_slots(x, x.shape[2], filled_B) for x in (k_BHSK, v_BHSK))
                 layers[f"layers.{i}"] = State({"keys": k_BHSK, "values": v_BHSK}, self.config_hash)
+        if between is not None:
+            between[:] = [window.at_the_end(x, parts) for x in between]
         return self.norm(x_BMD)
 
     def _counted(self, tokens_BT: Tensor) -> tuple[Tensor, State]:
@@ -345,45 +370,22 @@ class PerceiverAR(Decoder):
 
     def _kept(self, tokens_BT: Tensor) -> Tensor:
         """Return the loss with all latents and the whole history, regardless of what training draws."""
-        return self.loss_of_hidden(self._through(*self._cut(tokens_BT, None), None), tokens_BT)
+        return self.loss_of_hidden(self._through(*self._cut(tokens_BT, None)), tokens_BT)
 
-    def _layer(
-        self, i: int, x_BMD: Tensor, start: Number, past: History | None, drawn: Drawn = None
-    ) -> tuple[Tensor, Tensor, Tensor, History | None]:
-        """Return the latents after layer i, its keys and values (the history's first), and the next layer's history."""
-        block: Any = self.layers[i]
-        mixer: BlockedAttention = block.attention
-        z_BMD = block.attention_input(x_BMD)
-        q_BHMK, k_BHSK, v_BHSK = mixer.queries(z_BMD, start), mixer.keys(z_BMD, start), mixer.kv_values(z_BMD)
-        q_start: Number = 0
-        k_start: Number = 0
-        names: list[str] = []
-        if past is not None:
-            z_BSD = block.attention_input(past.x_BSD)
-            k_BHSK = torch.cat([at_places(mixer.keys, z_BSD, past.places), k_BHSK], 2)
-            v_BHSK = torch.cat([mixer.kv_values(z_BSD), v_BHSK], 2)
-            q_start, k_start = z_BSD.shape[1] - past.empty, -past.empty
-            names = past.names() if drawn is not None else names
-            past = self._updated(i, past, z_BSD, start, drawn)
-        if drawn is not None:
-            names += [str(start + m) for m in range(x_BMD.shape[1])]
-            drawn.append(WeightMatrix(i, "latents", weights_of(q_BHMK, k_BHSK, Causal(), q_start), True, names))
-        y_BMD = attend(mixer, q_BHMK, k_BHSK, v_BHSK, Causal(), q_start, k_start)
-        return block.rest(x_BMD, y_BMD), k_BHSK, v_BHSK, past
+    def _layer(self, i: int, x_BMD: Tensor, start: Number, past: History | None) -> tuple[Tensor, Kept, History | None]:
+        """Return the latents after layer i, its keys and values, and the history that the next layer reads."""
+        update = self.history[str(i)] if str(i) in self.history else None  # noqa: SIM401 (a ModuleDict has no get)
+        x_BMD, kept, after = self.layers[i](x_BMD, start, past, update=update, pattern=self.history_pattern)
+        if past is not None and i == 0 and self.options.first_layer == "full":
+            after = self._compressed(past, start)
+        return x_BMD, kept, after
 
-    def _updated(self, i: int, past: History, z_BSD: Tensor, start: Number, drawn: Drawn) -> History | None:
-        """Return the history that the next layer reads, or None."""
-        if str(i) not in self.history:  # no later layer reads an update
-            late = i == 0 and self.options.first_layer == "full"
-            return compress(past, self.compress.weight, start) if late and self.compress is not None else None
-        block: Any = self.layers[i]
-        mixer: Any = self.history[str(i)]
-        pattern = self.history_pattern
-        q_BHSK, k_BHSK = (at_places(project, z_BSD, past.places) for project in (mixer.queries, mixer.keys))
-        if drawn is not None:
-            drawn.append(WeightMatrix(i, "history", weights_of(q_BHSK, k_BHSK, pattern, 0), False, past.names()))
-        y_BSD = attend(mixer, q_BHSK, k_BHSK, mixer.kv_values(z_BSD), pattern, -past.empty, -past.empty)
-        return past._replace(x_BSD=block.rest(past.x_BSD, y_BSD))
+    def _compressed(self, past: History, start: Number) -> History | None:
+        """Return the history compressed as in V3."""
+        options = self.options
+        if self.compress is None:
+            return None
+        return compress(past, self.compress, options.history_tokens or 1, options.projected, start)
 
     # Decoding: add latents while there is room, then cut the window anew.
 
@@ -416,19 +418,12 @@ class PerceiverAR(Decoder):
         x_BTD = self.embedding(tokens_BT, seen, new_B)
         layers: dict[str, State] = {}
         for i in range(len(self.layers)):
-            block: Any = self.layers[i]
-            mixer: BlockedAttention = block.attention
-            kept = state.child(f"layers.{i}")
-            z_BTD = block.attention_input(x_BTD)
-            k_BHSK, v_BHSK = mixer.keys(z_BTD, seen), mixer.kv_values(z_BTD)
-            k_BHSK = torch.cat([kept.tensor("keys").to(k_BHSK.dtype), k_BHSK], 2)
-            v_BHSK = torch.cat([kept.tensor("values").to(v_BHSK.dtype), v_BHSK], 2)
-            slots = k_BHSK.shape[2] - tokens_BT.shape[1]
-            count = self._history_keys(i, start) + seen - start
-            y_BTD = attend(mixer, mixer.queries(z_BTD, seen), k_BHSK, v_BHSK, Causal(), count, count - slots)
-            x_BTD = block.rest(x_BTD, y_BTD)
+            before = state.child(f"layers.{i}")
+            kept, count = (before.tensor("keys"), before.tensor("values")), self._history_keys(i, start) + seen - start
+            x_BTD, (k_BHSK, v_BHSK), _ = self.layers[i](x_BTD, seen, kept=kept, count=count)
             if new_B is not None:
-                k_BHSK, v_BHSK = (last_slots(x, x.shape[2], slots + new_B) for x in (k_BHSK, v_BHSK))
+                filled_B = kept[0].shape[2] + new_B
+                k_BHSK, v_BHSK = (last_slots(x, x.shape[2], filled_B) for x in (k_BHSK, v_BHSK))
             layers[f"layers.{i}"] = State({"keys": k_BHSK, "values": v_BHSK}, self.config_hash)
         after = advance(seen, tokens_BT.shape[1], new_B)
         return self.norm(x_BTD), self._state(self._last_tokens(tokens_BT, state, new_B), after, start, layers)

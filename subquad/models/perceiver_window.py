@@ -1,4 +1,4 @@
-"""Parts of Perceiver AR: a window of tokens, its history and its latents, and the attention of each.
+"""Parts of Perceiver AR: a window of tokens, its history and its latents.
 
 Rows of a batch may differ in length. A window is left-aligned: slot j of row b holds the token at position `first + j`.
 The history is right-aligned, ending before the first latent, and the latents are left-aligned: together they are one
@@ -9,16 +9,13 @@ Shape letters: B batch, T tokens, W window, S history, M latents, P projected ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from subquad.attention.blocked import BlockedAttention
-from subquad.ops import block_attention
 from subquad.ops.padding import Compaction, real_slots
-from subquad.ops.patterns import Pattern
 
 Number = int | Tensor
 """One for all rows, or `[B]`."""
@@ -101,11 +98,6 @@ class History(NamedTuple):
     empty: Number
     """Number of leading slots that hold nothing."""
 
-    def names(self) -> list[str]:
-        """Return the position of each token as text, or the number of each row of a compressed history."""
-        slots, places = range(self.x_BSD.shape[1]), self.places
-        return [str(places + s) if isinstance(places, int) else f"row {s}" for s in slots]
-
 
 def cut(x_BWD: Tensor, window: Window, parts: Parts) -> tuple[History, Tensor]:
     """Cut the window's vectors into those before the first latent and those of the latents."""
@@ -136,57 +128,26 @@ def thin(history: History, fraction: float) -> History:
     return History(x_BSD, places, 0 if isinstance(history.empty, int) else kept - kept_B1[:, 0])
 
 
-def compress(history: History, weight_PS: Tensor, start: Number) -> History:
-    """Project the history's vectors along the sequence to the rows of V3.
+def compress(history: History, project: nn.Module, columns: int, rows: int, start: Number) -> History:
+    """Project the history's vectors along the sequence, from `columns` tokens to the P = `rows` of V3.
 
-    The last history token meets the last column of the weight, so a shorter history uses the last columns. Row p stands
+    The last history token meets the last column of the projection, as if zeros preceded a shorter history. Row p stands
     at the last token of the p-th of P equal parts of the columns. A row of the batch without a history gets no rows.
     """
-    (B, S, _), (P, columns), device = history.x_BSD.shape, weight_PS.shape, weight_PS.device
+    x_BSD, places, empty = history
+    (B, S, _), device = x_BSD.shape, x_BSD.device
     start_B1 = torch.as_tensor(start, device=device).expand(B)[:, None]
-    ends_P = torch.arange(1, P + 1, device=device) * columns // P - 1
-    places_BP = start_B1 - columns + ends_P
-    if isinstance(history.places, Tensor) and history.places.ndim == 2:
-        column_BS = (columns - start_B1 + history.places).clamp(0, columns - 1)
-        weight_BPS = weight_PS.t()[column_BS].mT
-    else:
-        weight_BPS = weight_PS[:, columns - S :].expand(B, -1, -1)
-    x_BSD, empty = history.x_BSD, history.empty
+    ends_P = torch.arange(1, rows + 1, device=device) * columns // rows - 1
     if isinstance(empty, Tensor):
         filled_BS = torch.arange(S, device=device) >= empty[:, None]
         x_BSD = x_BSD.masked_fill(~filled_BS[..., None], 0.0)
-        empty = torch.where(empty < S, 0, P)
-    return History((weight_BPS @ x_BSD).to(x_BSD.dtype), places_BP, empty)
-
-
-def attend(
-    mixer: BlockedAttention,
-    q_BHTK: Tensor,
-    k_BHSK: Tensor,
-    v_BHSK: Tensor,
-    pattern: Pattern,
-    q_start: Number,
-    k_start: Number,
-) -> Tensor:
-    """Return the output `[B, T, D]` of `mixer` for the given queries, keys and values."""
-    dropout = mixer.dropout_p
-    y_BHTK = block_attention(q_BHTK, k_BHSK, v_BHSK, pattern, q_start=q_start, k_start=k_start, dropout_p=dropout)
-    return mixer.merge(y_BHTK)
-
-
-def weights_of(q_BHTK: Tensor, k_BHSK: Tensor, pattern: Pattern, q_start: Number) -> Tensor:
-    """Return the weights `[H, T, S]` of one sequence's queries: their outputs if values are rows of the identity."""
-    eye_SS = torch.eye(k_BHSK.shape[2], dtype=k_BHSK.dtype, device=k_BHSK.device)
-    return block_attention(q_BHTK, k_BHSK, eye_SS.expand(*k_BHSK.shape[:3], -1), pattern, q_start=q_start)[0]
-
-
-def at_places(project: Callable[[Tensor, Number], Tensor], x_BSD: Tensor, places: Number) -> Tensor:
-    """Return queries or keys `[B, H, S, K]` of vectors at `places`, which need not be consecutive."""
-    if isinstance(places, int) or places.ndim == 1:
-        return project(x_BSD, places)
-    B, S, _ = x_BSD.shape
-    alone = project(x_BSD.reshape(B * S, 1, -1), places.reshape(-1))  # [B * S, H, 1, K]
-    return alone.reshape(B, S, *alone.shape[1::2]).transpose(1, 2)
+        empty = torch.where(empty < S, 0, rows)
+    if isinstance(places, Tensor) and places.ndim == 2:
+        column_BS1 = (columns - start_B1 + places).clamp(0, columns - 1)[..., None]
+        wide_BCD = x_BSD.new_zeros(B, columns, x_BSD.shape[2]).scatter_add(1, column_BS1.expand_as(x_BSD), x_BSD)
+    else:
+        wide_BCD = F.pad(x_BSD, (0, 0, columns - S, 0))
+    return History(project(wide_BCD.mT).mT.to(x_BSD.dtype), start_B1 - columns + ends_P, empty)
 
 
 def neighbours(x: Tensor, begin_B: Tensor, slots: int) -> Tensor:

@@ -12,13 +12,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from subquad.layers.head import loss_of_passes, new_head
 from subquad.models.build import build_encoder
-from subquad.models.decoder import IGNORED, next_tokens
+from subquad.models.decoder import next_tokens
 from subquad.models.encoder import Encoder, EncoderConfig
 from subquad.models.perceiver import LATENT_STD, PerceiverEncoder
-from subquad.ops.loss import linear_cross_entropy
 
 Objective = Literal["denoise", "causal"]
 
@@ -75,6 +74,7 @@ class PretrainingModel(nn.Module):
             raise ValueError("only a causal encoder can predict the next token; set causal=true")
         self.config, self.objective = config, objective
         self.encoder = build_encoder(config)
+        self.head = new_head(config.dim, config.vocab_size, bias=False, table=self.encoder.embedding.tokens)
         self.queries = None
         if isinstance(self.encoder, PerceiverEncoder):
             self.queries = nn.Parameter(torch.empty(config.max_positions, config.dim))
@@ -84,18 +84,27 @@ class PretrainingModel(nn.Module):
 
     def initialise(self, module: nn.Module) -> None:
         """Set one module's initial weights."""
-        self.encoder.initialise(module)
+        if module is not self.head:  # its weights are the table's
+            self.encoder.initialise(module)
+
+    @property
+    def predicted(self) -> int:
+        """Tokens that are predicted: all but the mask token."""
+        return self.head.out_features - (self.objective == "denoise")
 
     def vectors(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
         """Return one vector for each token, `[B, T, D]`; zeros at padding."""
         if isinstance(self.encoder, PerceiverEncoder):
             assert self.queries is not None
-            return self.encoder.answers(self.queries, tokens_BT, mask)
-        return self.encoder(tokens_BT, mask)
+            answers_BTD: Tensor = self.encoder(tokens_BT, mask, queries=self.queries)
+            return answers_BTD
+        vectors_BTD: Tensor = self.encoder(tokens_BT, mask)
+        return vectors_BTD
 
     def forward(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
         """Return logits `[B, T, V]` of `tokens` `[B, T]`, none hidden; with `denoise`, V leaves the mask token out."""
-        return F.linear(self.vectors(tokens_BT, mask), token_rows(self.encoder, self.objective))
+        logits_BTV: Tensor = self.head(self.vectors(tokens_BT, mask))
+        return logits_BTV[..., : self.predicted]
 
     def loss(
         self,
@@ -109,11 +118,9 @@ class PretrainingModel(nn.Module):
         """Return the mean cross-entropy in nats; `generator` draws the hidden tokens (None: torch's default)."""
         if self.objective == "denoise":
             shown_BT, hidden_BT = hiding(tokens_BT, mask, mask_token(self.encoder), generator)
-            return denoising_loss(self.encoder, self.vectors(shown_BT, mask), tokens_BT, hidden_BT)
+            return denoising_loss(self.head, self.vectors(shown_BT, mask), tokens_BT, hidden_BT)
         labels_BT = next_tokens(tokens_BT, mask)
-        h_ND = self.vectors(tokens_BT, mask).flatten(0, 1)
-        rows = token_rows(self.encoder, self.objective)
-        return linear_cross_entropy(h_ND, rows, labels_BT.flatten(), ignore_index=IGNORED)
+        return loss_of_passes([self.vectors(tokens_BT, mask)], labels_BT, self.head, None, self.predicted)
 
 
 def check_hiding(mask_fraction: float, random_fraction: float, group: str = "") -> None:
@@ -129,15 +136,10 @@ def mask_token(encoder: Encoder | PerceiverEncoder) -> int:
     return encoder.embedding.tokens.num_embeddings - 1
 
 
-def token_rows(encoder: Encoder | PerceiverEncoder, objective: Objective) -> Tensor:
-    """Return the table's rows that predict tokens: with `denoise`, all but the mask token's."""
-    table = encoder.embedding.tokens.weight
-    return table[:-1] if objective == "denoise" else table
+def denoising_loss(head: nn.Linear, h_BTD: Tensor, tokens_BT: Tensor, hidden_BT: Tensor, /) -> Tensor:
+    """Return the mean cross-entropy of the hidden tokens in nats, from vectors `[B, T, D]`; 0 if none is hidden.
 
-
-def denoising_loss(
-    encoder: Encoder | PerceiverEncoder, h_BTD: Tensor, tokens_BT: Tensor, hidden_BT: Tensor, /
-) -> Tensor:
-    """Return the mean cross-entropy of the hidden tokens in nats, from vectors `[B, T, D]`; 0 if none is hidden."""
-    rows = token_rows(encoder, "denoise")
-    return linear_cross_entropy(h_BTD[hidden_BT], rows, tokens_BT[hidden_BT], ignore_index=IGNORED)
+    The last row of the head, the mask token's, predicts nothing.
+    """
+    passes, labels_1N = [h_BTD[hidden_BT][None]], tokens_BT[hidden_BT][None]
+    return loss_of_passes(passes, labels_1N, head, None, head.out_features - 1)

@@ -17,6 +17,13 @@ class Compaction(NamedTuple):
     lengths_B: Tensor
 
 
+class Lengths(NamedTuple):
+    """A mask made ready: the first `lengths_B` tokens of each row are real. A model moves its padding once for all
+    layers; later slots hold finite numbers, which have no effect, and outputs there are unspecified."""
+
+    lengths_B: Tensor
+
+
 def compaction(mask_BT: Tensor) -> Compaction:
     """Return the stable order that puts real tokens (True) before padding (False)."""
     order_BT = (~mask_BT).to(torch.uint8).argsort(dim=-1, stable=True)

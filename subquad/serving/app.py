@@ -20,6 +20,7 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from subquad import training
+from subquad.data.special_tokens import special_ids
 from subquad.generation import BatchDecoder, SamplingConfig, TextStream
 from subquad.serving import schemas
 from subquad.serving.config import ServeConfig
@@ -28,7 +29,7 @@ from subquad.serving.gate import GONE, APIError, Body, Count, Key, add_handlers,
 from subquad.serving.metrics import CONTENT_TYPE, Metrics
 from subquad.serving.replies import Kind, Reply
 from subquad.serving.schemas import ChatRequest, CompletionRequest, error_replies, shortened
-from subquad.serving.texts import Texts, read_template
+from subquad.serving.texts import Texts
 from subquad.version import __version__
 
 REFUSALS = error_replies(400, 401, 404, 408, 413, 429, 500, 503)
@@ -155,7 +156,7 @@ class Routes:
             prompt = prompts[number // count]
             sequences.append((prompt, self._sampling(body, number, self._tokens(len(prompt), asked, usual))))
         try:
-            job = await self._engine.submit(sequences, stop_tokens=self._texts.stop_tokens)
+            job = await self._engine.submit(sequences, stop_tokens=self._stop_tokens(body, stops))
         except ValueError as error:
             raise APIError(400, str(error)) from error
         streams = [TextStream(self._texts.tokenizer, prompt, stops) for prompt, _ in sequences]
@@ -177,7 +178,15 @@ class Routes:
         context = self._engine.max_context
         return min(usual, most) if context is None else max(1, min(usual, most, context - prompt))
 
+    def _stop_tokens(self, body: CompletionRequest | ChatRequest, stops: Sequence[str]) -> frozenset[int]:
+        """Return the tokens that end a text: the model's and the request's."""
+        ends = frozenset() if body.ignore_eos else self._texts.end_tokens
+        return ends | special_ids(self._texts.tokenizer, stops) | frozenset(body.stop_token_ids or ())
+
     def _sampling(self, body: CompletionRequest | ChatRequest, number: int, tokens: int) -> SamplingConfig:
+        if (body.min_tokens or 0) > tokens:
+            message = f"min_tokens must be at most the {tokens} of max_tokens, got {body.min_tokens}"
+            raise APIError(400, message, param="min_tokens")
         return SamplingConfig(
             max_tokens=tokens,
             temperature=1.0 if body.temperature is None else body.temperature,
@@ -185,6 +194,10 @@ class Routes:
             top_p=None if body.top_p == 1 else body.top_p,
             min_p=body.min_p or None,
             repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            logit_bias=body.logit_bias,
+            min_tokens=body.min_tokens or 0,
             seed=None if body.seed is None else (body.seed + number) % (1 << 63),
         )
 
@@ -309,9 +322,8 @@ def serve(
     served = Served(name, attention if isinstance(attention, str) else ", ".join(dict.fromkeys(attention)), parameters)
     metrics = Metrics()
     engine = Engine(decoder, config, metrics)
-    texts = Texts(loaded.tokenizer, read_template(loaded.folder))
     settings = uvicorn.Config(
-        make_app(engine, texts, config, served, metrics, api_key=api_key),
+        make_app(engine, Texts.of(loaded), config, served, metrics, api_key=api_key),
         log_config=None,
         access_log=False,
         lifespan="on",

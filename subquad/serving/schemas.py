@@ -8,10 +8,11 @@ seconds and gigabytes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from subquad.config import suggest
@@ -25,6 +26,9 @@ MUST_BE = {
     "stop": "a text of 1 to 1000 characters or a list of at most 4 of them",
 }
 """Rules for fields that take more than one type."""
+CONTENT = (
+    'a text or a list of at most 128 parts like {"type": "text", "text": "hi"}; no pictures, sound or files are read'
+)
 
 
 Filled = Annotated[str, Field(min_length=1)]
@@ -34,11 +38,30 @@ Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Whole = Annotated[int, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
+Penalty = Annotated[Number, Field(ge=-2, le=2)]
 
 
 def shortened(word: str) -> str:
     """Return `word` cut to `ECHOED` characters, for use in an error."""
     return word if len(word) <= ECHOED else f"{word[:ECHOED]}..."
+
+
+def _refuse(param: str, message: str) -> None:
+    raise PydanticCustomError(REFUSED, "{message}", {"param": param, "message": message})
+
+
+def _checked_biases(values: Any) -> Any:
+    """Return `logit_bias` with whole numbers for keys; refuse the first wrong item: pydantic would collect them all."""
+    rule = 'logit_bias must map token ids, such as "50256", to numbers between -100 and 100'
+    if not isinstance(values, dict):
+        _refuse("logit_bias", rule)
+    for key, bias in values.items():
+        if not (re.fullmatch("[0-9]{1,9}", str(key)) and type(bias) in (int, float) and -100 <= bias <= 100):
+            _refuse("logit_bias", f"{rule}, got {shortened(repr(key))}: {shortened(repr(bias))}")
+    return {int(key): float(bias) for key, bias in values.items()}
+
+
+Biases = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_checked_biases)]
 
 
 class _Strict(BaseModel):
@@ -68,9 +91,6 @@ class _Request(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "frequency_penalty": (None, 0, 0.0),
-        "presence_penalty": (None, 0, 0.0),
-        "logit_bias": (None, {}),
         "logprobs": (None, False),
         "metadata": (None, {}),
         "service_tier": (None, "auto", "default"),
@@ -87,6 +107,16 @@ class _Request(BaseModel):
     )
     repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = Field(
         None, description="Extension: makes tokens that are already in the text less likely; 1 is off."
+    )
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Biases | None = Field(None, description="Added to the logits of tokens, by id.")
+    ignore_eos: Flag | None = Field(None, description="Extension: go on after tokens that end a text.")
+    min_tokens: Annotated[Whole, Field(ge=0)] | None = Field(
+        None, description="Extension: generate no token that ends the text before so many others."
+    )
+    stop_token_ids: Annotated[list[Token], Field(max_length=128, fail_fast=True)] | None = Field(
+        None, description="Extension: tokens that end the text."
     )
     n: Annotated[Whole, Field(ge=1, le=128)] | None = Field(None, description="Answers for each prompt.")
     max_tokens: Annotated[Whole, Field(ge=1)] | None = None
@@ -212,10 +242,6 @@ class ChatRequest(_Request):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-def _refuse(param: str, message: str) -> None:
-    raise PydanticCustomError(REFUSED, "{message}", {"param": param, "message": message})
-
-
 def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
     """Return a sentence for the first of pydantic's errors, and the name of its field."""
     error = errors[0]
@@ -230,6 +256,8 @@ def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
     param = shortened(str(place[0]))
     if param in MUST_BE:  # a union: pydantic would report an error for each member
         return f"{param} must be {MUST_BE[param]}", param
+    if param == "messages" and place[2:3] == ["content"] and kind != "missing":
+        return f"messages.{place[1]}.content must be {CONTENT}", param
     where = ".".join(shortened(str(part)) for part in place)
     if kind == "missing":
         return f"{where} is missing", param

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from tokenizers import Tokenizer
 
-from subquad.data.tokenizers import encode_prompt, separator_id
+from subquad.data.special_tokens import CONFIG, read_special_tokens
+from subquad.data.tokenizers import encode_prompt
 from subquad.parsing import read_json_mapping, read_text
+from subquad.training.runs import LoadedRun
 
 PLAIN_STOP = "\nuser:"
 """Stop string of chats without a template: the model would go on with the user's next turn."""
@@ -23,19 +25,21 @@ class Template(NamedTuple):
 
 
 class Texts:
-    """A model's tokenizer and chat template.
+    """A model's tokenizer, its chat template and its `end_tokens`.
 
     Without a template a chat is `role: content` lines that end with `assistant:`, and an answer ends before the line
-    `user:`. `stop_tokens` end every sequence.
+    `user:`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: Template | None = None) -> None:
-        self.tokenizer = tokenizer
-        self.template = template
-        ends = [separator_id(tokenizer)]
-        if template is not None and "eos_token" in template.tokens:
-            ends.append(tokenizer.token_to_id(template.tokens["eos_token"]))
-        self.stop_tokens = frozenset(end for end in ends if end is not None)
+    def __init__(
+        self, tokenizer: Tokenizer, template: Template | None = None, end_tokens: frozenset[int] = frozenset()
+    ) -> None:
+        self.tokenizer, self.template, self.end_tokens = tokenizer, template, end_tokens
+
+    @classmethod
+    def of(cls, loaded: LoadedRun) -> Self:
+        """Return the texts of a model that was loaded from its folder."""
+        return cls(loaded.tokenizer, read_template(loaded.folder), loaded.end_tokens)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt. Raises `ValueError` if there are none."""
@@ -64,23 +68,16 @@ class Texts:
 def read_template(folder: Path) -> Template | None:
     """Return the chat template in `folder`, from `chat_template.jinja` or else `tokenizer_config.json`, or None.
 
-    For a checkpoint, the folder of its run is searched too. Raises `ValueError` for a damaged `tokenizer_config.json`.
+    For a checkpoint, the folder of its run is searched too. Raises `ValueError` for a damaged file.
     """
     folder = folder.resolve()
     homes = [folder, folder.parent.parent] if folder.parent.name == "checkpoints" else [folder]
     for home in homes:
-        config, file = home / "tokenizer_config.json", home / "chat_template.jinja"
+        config, file = home / CONFIG, home / "chat_template.jinja"
         settings = read_json_mapping(config) if config.is_file() else {}
         source = read_text(file) if file.is_file() else _template_of(settings)
         if source is not None:
-            tokens: dict[str, str] = {}
-            for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-                if token := settings.get(name):
-                    content = token.get("content") if isinstance(token, dict) else token
-                    if not isinstance(content, str):
-                        raise ValueError(f"{config}: {name} must be a text, got {content!r}")
-                    tokens[name] = content
-            return Template(source, tokens)
+            return Template(source, read_special_tokens(home))
     return None
 
 

@@ -17,7 +17,7 @@ from subquad.hf.encoders import SubquadClassifierConfig
 from subquad.hf.image import SubquadImageConfig
 from subquad.models.config import DecoderConfig
 from subquad.training.config import TrainConfig
-from subquad.training.runs import run_folder
+from subquad.training.runs import tokenizer_folder
 from subquad.training.task import Adapter, Task
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def with_base(config: TrainConfig) -> TrainConfig:
         _check_same(group, given, type(given)(), own, folder)
         changes[group] = given.replace(**own)
     if config.reads_text and config.data.tokenizer == type(config.data)().tokenizer:
-        changes["data"] = config.data.replace(tokenizer=str(run_folder(folder) / "tokenizer.json"))
+        changes["data"] = config.data.replace(tokenizer=str(tokenizer_folder(folder) / "tokenizer.json"))
     return config.replace(**changes)
 
 
@@ -127,7 +127,7 @@ def _check_vocabulary(task: Task, base: SubquadConfig, folder: Path) -> None:
     size = task.config.model.vocab_size
     if size != base.vocab_size:
         raise ValueError(f"the base {folder} has a vocabulary of {base.vocab_size}, but the data one of {size}")
-    file = run_folder(folder) / "tokenizer.json"
+    file = tokenizer_folder(folder) / "tokenizer.json"
     if not isinstance(task.data, Corpus) or not file.is_file():
         return
     if tokenizer_hash(task.data.tokenizer) != tokenizer_hash(load_tokenizer(file)):

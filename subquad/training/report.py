@@ -15,7 +15,7 @@ import torch
 from rich.table import Table
 
 from subquad.config import Record
-from subquad.inference import inference
+from subquad.inference import device_of, inference
 from subquad.models import Decoder
 from subquad.training.checkpoint import write_atomically
 
@@ -124,7 +124,7 @@ def state_sizes(
     grows = decoder.state_grows
     if decoder.most_tokens is not None:
         after = [count for count in after if count <= decoder.most_tokens]
-    device = next(decoder.parameters()).device
+    device = device_of(decoder)
     text = torch.as_tensor([int(token) for token in tokens[: max(after, default=0)]], device=device)
     sizes: list[StateSize] = []
     state, read = None, 0
@@ -157,7 +157,7 @@ def decode_speed(decoder: Decoder, prompt: Sequence[int], tokens: int = 128) -> 
     most = decoder.most_new_tokens(1)
     if most is not None:
         prompt, tokens = prompt[:1], min(tokens, most - 1)
-    device = next(decoder.parameters()).device
+    device = device_of(decoder)
     with inference(decoder):
         logits_BTV, state = decoder(torch.as_tensor([[int(token) for token in prompt]], device=device))
         begin = time.perf_counter()

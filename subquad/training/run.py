@@ -27,7 +27,9 @@ from subquad.training.task import Data, Task
 from subquad.training.tasks import prepare_task
 
 if TYPE_CHECKING:
-    from subquad.hf import SubquadForCausalLM, SubquadForImages, SubquadForPreTraining, SubquadForSequenceClassification
+    from subquad.hf import SubquadEncoderForSequenceClassification, SubquadForCausalLM, SubquadForImages
+    from subquad.hf.encoders import SubquadForPreTraining
+    from subquad.models import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class RunResult:
     folder: Path
     config: TrainConfig
     """Configuration with the data's vocabulary size, as in `config.yaml`."""
-    model: SubquadForCausalLM | SubquadForImages | SubquadForPreTraining | SubquadForSequenceClassification
+    model: SubquadForCausalLM | SubquadForImages | SubquadForPreTraining | SubquadEncoderForSequenceClassification
     """Model after the last step; with `parallel.shard` it is whole on rank 0 and sharded elsewhere."""
     corpus: Data
     """The text, the sequences (classify, probe) or the held-out images (image)."""
@@ -66,6 +68,13 @@ class RunResult:
     """Whether `run.max_minutes` ended the run early."""
     skipped: int = 0
     """Steps skipped because of a non-finite loss or gradient (`run.nonfinite=skip`)."""
+
+    @property
+    def decoder(self) -> Decoder:
+        """The language model without its transformers wrapper; its modules are shared, not copied."""
+        model: Any = self.model
+        decoder: Decoder = model.decoder
+        return decoder
 
     @property
     def command(self) -> str:

@@ -12,7 +12,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from subquad.data import load_tokenizer
 from subquad.data.images import ImageSet, load_images, load_pictures
-from subquad.hf import SubquadConfig, SubquadForCausalLM, SubquadForImages, SubquadForSequenceClassification, lora
+from subquad.data.special_tokens import end_tokens
+from subquad.hf import (
+    SubquadConfig,
+    SubquadEncoderForSequenceClassification,
+    SubquadForCausalLM,
+    SubquadForImages,
+    lora,
+)
 from subquad.hf.encoders import SubquadClassifierConfig
 from subquad.hf.image import SubquadImageConfig
 from subquad.hf.lora import is_adapter, is_extension
@@ -34,6 +41,11 @@ class LoadedRun(NamedTuple):
     tokenizer: Tokenizer
     config: TrainConfig | None
 
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Return all tokens that end a text; for an adapter, its base's configuration names them."""
+        return end_tokens(self.tokenizer, model_home(self.folder))
+
 
 class LoadedProbe(NamedTuple):
     """A model trained on a probe."""
@@ -51,7 +63,7 @@ class Loaded(NamedTuple, Generic[Model]):
     config: TrainConfig | None
 
 
-LoadedClassifier = Loaded[SubquadForSequenceClassification]
+LoadedClassifier = Loaded[SubquadEncoderForSequenceClassification]
 LoadedImageModel = Loaded[ImageModel]
 
 
@@ -92,10 +104,11 @@ def load_run(folder: str | Path, device: str = "auto", adapter: str | None = Non
             f"{folder} holds a model of the probe {settings.probe.name}, which predicts no text; `subquad probe` "
             "measures it"
         )
-    if not (home / "tokenizer.json").is_file():
-        raise FileNotFoundError(f"{home} holds no tokenizer.json; copy the one that the model was trained with there")
+    words = tokenizer_folder(folder)
+    if not (words / "tokenizer.json").is_file():
+        raise FileNotFoundError(f"{words} holds no tokenizer.json; copy the one that the model was trained with there")
     model = _on_device(read_model(SubquadForCausalLM, folder, adapter), device)
-    return LoadedRun(folder, model.model, load_tokenizer(home), settings)
+    return LoadedRun(folder, model.decoder, load_tokenizer(words), settings)
 
 
 def load_language_model(folder: str | Path) -> tuple[SubquadForCausalLM, Path]:
@@ -103,13 +116,13 @@ def load_language_model(folder: str | Path) -> tuple[SubquadForCausalLM, Path]:
 
     Raises `FileNotFoundError` like `load_run`, and `ValueError` for an adapter and for other kinds of models.
     """
-    folder, home = _model_folder(folder)
+    folder, _ = _model_folder(folder)
     if is_adapter(folder):
         raise ValueError(f"{folder} holds an adapter; `subquad lora merge` makes one plain model of it and its base")
     model_type = _model_type(folder)
     if model_type != SubquadConfig.model_type:
         raise ValueError(f"{folder} holds a model of type {model_type!r}; it must be {SubquadConfig.model_type!r}")
-    return SubquadForCausalLM.from_pretrained(folder).eval(), home
+    return SubquadForCausalLM.from_pretrained(folder).eval(), tokenizer_folder(folder)
 
 
 def load_probe(folder: str | Path, device: str = "auto") -> LoadedProbe:
@@ -118,7 +131,7 @@ def load_probe(folder: str | Path, device: str = "auto") -> LoadedProbe:
     settings = _settings(home)
     if settings is None or "probe" not in settings.groups:
         raise ValueError(f"{folder} has no model of a probe; `subquad train --task probe` makes one")
-    return LoadedProbe(folder, _on_device(read_model(SubquadForCausalLM, folder), device).model, settings)
+    return LoadedProbe(folder, _on_device(read_model(SubquadForCausalLM, folder), device).decoder, settings)
 
 
 def is_probe(folder: str | Path) -> bool:
@@ -132,7 +145,7 @@ def load_classifier(folder: str | Path, device: str = "auto", adapter: str | Non
     folder, home = _model_folder(folder)
     if not is_classifier(folder):
         raise ValueError(f"{folder} has no classifier; `subquad train --task classify` makes one")
-    model = _on_device(read_model(SubquadForSequenceClassification, folder, adapter), device)
+    model = _on_device(read_model(SubquadEncoderForSequenceClassification, folder, adapter), device)
     return LoadedClassifier(folder, model, _settings(home))
 
 
@@ -224,9 +237,15 @@ def _model_folder(folder: str | Path) -> tuple[Path, Path]:
 
 
 def run_folder(folder: Path) -> Path:
-    """Return the run folder of a checkpoint without a tokenizer; other folders are returned unchanged."""
-    checkpoint = folder.resolve().parent.name == CHECKPOINTS and not (folder / "tokenizer.json").is_file()
-    return folder.resolve().parent.parent if checkpoint else folder
+    """Return the run folder of a checkpoint; other folders are returned unchanged."""
+    place = folder.resolve().parent
+    found = any((place.parent / name).is_file() for name in ("config.yaml", "tokenizer.json"))
+    return place.parent if place.name == CHECKPOINTS and found else folder
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """Return the folder of the tokenizer of the model in `folder`; a checkpoint without one has its run's."""
+    return folder if (folder / "tokenizer.json").is_file() else run_folder(folder)
 
 
 def _settings(home: Path) -> TrainConfig | None:

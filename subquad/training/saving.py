@@ -3,7 +3,7 @@
 Weights are always whole, in `model.safetensors` (with LoRA the adapter). Optimizer states are in `optimizer.pt`, or in
 the folder `optimizer` for a sharded model (`subquad.training.sharding`); either kind of run reads both. Other files are
 `rng_state_<process>.safetensors` (random generators, without pickled code), `trainer_state.json` (step and best
-held-out loss) and `skipped.json` (number of skipped steps, if any).
+held-out loss), `skipped.json` (number of skipped steps, if any) and those of `Task.files`: the tokenizer.
 """
 
 from __future__ import annotations
@@ -124,6 +124,8 @@ class Checkpoints:
                 save_rng(rng_file(folder, self.processes.rank))
                 if first:
                     standing.write(folder)
+                    for name, content in self.task.files.items():
+                        (folder / name).write_bytes(content)
             with together():
                 if first:
                     checkpoint.publish(folder, self.root / checkpoint.name_of(step), step=step, settings=self.settings)

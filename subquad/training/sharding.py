@@ -37,7 +37,7 @@ def shard(model: Any, processes: Processes, *, bf16: bool) -> None:
     """Shard each block of `model` and the rest over all processes, starting from the weights of process 0.
 
     With `bf16`, blocks compute in bfloat16 and gradients are summed in float32; shards and optimizer states stay
-    float32. A `PerceiverAR` is sharded as one unit, because it uses parts of its blocks separately.
+    float32.
     """
     for tensor in [*model.parameters(), *model.buffers()]:
         torch.distributed.broadcast(tensor.detach(), src=0)
@@ -53,19 +53,27 @@ def shard(model: Any, processes: Processes, *, bf16: bool) -> None:
 
 def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     """Gather the weights one by one on the CPU; return nothing without `keep`. All processes must call it."""
-    state = {}
-    for name, tensor in model.state_dict().items():
-        part = tensor.detach()
+    state: dict[str, Tensor] = {}
+    for names, part in own_tensors(model):
         complete = part.full_tensor() if isinstance(part, DTensor) else part
         if keep:
-            state[name] = complete.cpu()
+            state |= dict.fromkeys(names, complete.cpu())
     return state
+
+
+def own_tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """Return the tensors of a model's state, each once with all its names: a tied one has several."""
+    names: dict[int, list[str]] = {}
+    tensors = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    return [(known, tensors[known[0]].detach()) for known in names.values()]
 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, file: Path) -> None:
     """Load this process's shards of the weights. Raises `CheckpointError` if names or shapes differ."""
-    state = model.state_dict()
+    state = {names[0]: tensor for names, tensor in own_tensors(model)}
     with safe_open(file, "pt") as saved:
         names = set(saved.keys())
         if names != set(state):

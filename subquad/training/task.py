@@ -55,7 +55,7 @@ class Task:
     identity: dict[str, Any]
     """Settings besides the configuration that must not change when the run is resumed."""
     files: dict[str, bytes] = field(default_factory=dict)
-    """Files to keep in the run's folder, by name."""
+    """Files to keep in the run's folder and in its checkpoints, by name."""
     augment: Callable[[Batch], Batch] | None = None
     """Change a training batch at random, with torch's random numbers."""
     together: int = 1
@@ -141,8 +141,13 @@ class Task:
             self.adapter.load(model, folder)
             return
         file = weights_file(folder)
+        from subquad.hf.loading import has_old_names, load_old_names
+
         with reading(file):
-            load_model(model, file, strict=True)
+            if model.had_other_names and has_old_names(folder):
+                load_old_names(model, file)
+            else:
+                load_model(model, file, strict=True)
 
     @staticmethod
     def window_bytes(config: TrainConfig, length: int) -> float | None:

@@ -83,11 +83,11 @@ class ClassifyTask(_LabelledTask):
 
     def new_model(self) -> Any:
         """Return a new classifier, initialised from the current random state or the first phase."""
-        from subquad.hf.encoders import Denoising, SubquadClassifierConfig, SubquadForSequenceClassification
+        from subquad.hf.encoders import Denoising, SubquadClassifierConfig, SubquadEncoderForSequenceClassification
 
         classes, options = self.data.classes, self.config.pretrain
         encoder = self.config.encoder(len(classes))
-        model = SubquadForSequenceClassification(SubquadClassifierConfig.from_encoder(encoder, classes=classes))
+        model = SubquadEncoderForSequenceClassification(SubquadClassifierConfig.from_encoder(encoder, classes=classes))
         if options.joint_weight > 0:
             model.denoising = Denoising(options.joint_weight, Hiding(options.mask_fraction, options.random_fraction))
         return model if self.encoder is None else begin_with(model, self.encoder)

@@ -17,7 +17,8 @@ from subquad.config import digest
 from subquad.data import TokenSet, TokenShard, prepare
 from subquad.data.probes import IGNORED, ProbeCorpus
 from subquad.data.sources import check_source
-from subquad.data.tokenizers import encode_text, separator_id, warn_of_carriage_returns
+from subquad.data.special_tokens import CONFIG, log_separator, token_id, tokenizer_config
+from subquad.data.tokenizers import encode_text, warn_of_carriage_returns
 from subquad.data.windows import PackedSetWindows, PackedWindows, SetWindows, Windows, windows_of
 from subquad.models.build import build_model
 from subquad.models.stacks import options_of
@@ -31,8 +32,8 @@ logger = logging.getLogger(__name__)
 class LanguageTask(Task):
     """Predict the next token of a text."""
 
-    end: int | None
-    """End-of-document token, or None."""
+    special: dict[str, int | None]
+    """The tokens that end a document and that pad, as the model's configuration names them."""
 
     @classmethod
     def check_source(cls, config: TrainConfig) -> None:
@@ -82,14 +83,13 @@ class LanguageTask(Task):
                 "%d tokens apart",
                 *(config.model.attention, labels, size, count, config.step_tokens, labels),
             )
-        end = separator_id(corpus.tokenizer)
-        tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        log_separator(corpus.tokenizer)
         return cls(
             config=config,
             data=corpus,
             train=windows,
             held_out=spread(held_out, config.run.eval_windows),
-            end=end,
+            special={f"{name}_id": token_id(corpus.tokenizer, name) for name in ("eos_token", "pad_token")},
             identity={
                 "data": digest([corpus.fingerprint, corpus.train_files, len(corpus.train)]),
                 "tokenizer": digest(corpus.tokenizer.to_str()),
@@ -98,12 +98,12 @@ class LanguageTask(Task):
             },
             files={
                 "tokenizer.json": corpus.tokenizer.to_str(pretty=True).encode(),
-                "tokenizer_config.json": json.dumps(tokenizer).encode(),
+                CONFIG: json.dumps(tokenizer_config(corpus.tokenizer)).encode(),
             },
         )
 
     def new_model(self) -> Any:
-        return _language_model(self.config, end=self.end)
+        return _language_model(self.config, **self.special)
 
     @property
     def packed(self) -> bool:
@@ -117,7 +117,7 @@ class LanguageTask(Task):
     def loss(self, model: Any, batch: Batch, labels: Tensor | None) -> Tensor:
         """Return the mean loss, or the sum over the batch divided by the step's `labels`."""
         named = {} if labels is None else {"num_items_in_batch": labels}
-        return model(**batch, **named).loss
+        return model(**batch, **named, return_logits=False).loss
 
     def held_out_size(self, size: int) -> int:
         """Return 1 for packed documents, because a batch's mean loss would depend on how windows are grouped."""
@@ -125,7 +125,7 @@ class LanguageTask(Task):
 
     def evaluate(self, model: Any, batch: Batch) -> dict[str, Tensor]:
         """Return only the loss, because logits of long texts need much memory."""
-        return {"loss": rows(model(**batch, output_logits=False, use_cache=False).loss, batch)}
+        return {"loss": rows(model(**batch, return_logits=False, use_cache=False).loss, batch)}
 
     @staticmethod
     def window_bytes(config: TrainConfig, length: int) -> float | None:
@@ -164,6 +164,10 @@ class ProbeTask(Task):
     def new_model(self) -> Any:
         return _language_model(self.config)
 
+    def loss(self, model: Any, batch: Batch, labels: Tensor | None) -> Tensor:
+        """Return the mean loss of the asked tokens."""
+        return model(**batch, return_logits=False).loss
+
     def evaluate(self, model: Any, batch: Batch) -> dict[str, Tensor]:
         """Return the loss, and for each sequence the numbers of asked and of correctly predicted tokens."""
         logits_BMV = model(batch["input_ids"][:, :-1], use_cache=False).logits
@@ -179,11 +183,11 @@ class ProbeTask(Task):
     window_bytes = staticmethod(LanguageTask.window_bytes)
 
 
-def _language_model(config: TrainConfig, *, end: int | None = None) -> Any:
-    """Return a new language model; `end` is the end-of-document token."""
+def _language_model(config: TrainConfig, **special: int | None) -> Any:
+    """Return a new language model; `special` are the `eos_token_id` and `pad_token_id` of its configuration."""
     from subquad.hf import SubquadConfig, SubquadForCausalLM
 
-    return SubquadForCausalLM(SubquadConfig.from_decoder(config.model, eos_token_id=end))
+    return SubquadForCausalLM(SubquadConfig.from_decoder(config.model, **special))
 
 
 def _windows(

@@ -181,8 +181,8 @@ def test_convert_is_a_function_too(original, texts, tmp_path, monkeypatch):
     assert report["stages"][0]["passkey_missing"] == "not asked for"
     before, matched = weights(original), weights(tmp_path / "out" / "stages" / "3-matched")
     changed = {name for name in matched if name not in before or not torch.equal(matched[name], before[name])}
-    maps = {f"model.layers.{i}.attention.{kind}_map" for i in (0, 2) for kind in ("query", "key")}
-    shared = {f"model.layers.{i}.attention.{kind}.weight" for i in (0, 2) for kind in ("key", "value")}
+    maps = {f"model.decoder.layers.{i}.attention.{kind}_map" for i in (0, 2) for kind in ("query", "key")}
+    shared = {f"model.decoder.layers.{i}.attention.{kind}.weight" for i in (0, 2) for kind in ("key", "value")}
     assert changed == maps | shared, "match.train=new trains the maps alone; keys and values are shared out"
     assert begun == [fingerprint(SubquadForCausalLM.from_pretrained(tmp_path / "out" / "stages" / "3-matched"))]
 

@@ -84,6 +84,7 @@ def test_settings_of_other_families_find_their_place(name):
     ({}, "llp", {"keep_every": 5}, r"keep_every must be 0 .* or at most 4 \(the layers\), got 5"),
     ({}, "llp", {"keep_every": 1}, "keep_every=1 keeps full attention in all 4 layers: nothing to replace"),
     ({"attention": ["full", "llp"]}, "llp", {}, "layer 2 has attention 'llp': only full attention can be replaced"),
+    ({"attention": ["full", "window"]}, "llp", {"keep_every": 2}, "layer 2 has attention 'window': only full"),
     ({"loops": 2}, "llp", {}, "a conversion takes a plain Decoder with loops=1, got Decoder with loops=2"),
     ({}, "llp", {"options": {"rope_base": 500}}, "option 'rope_base' of attention 'llp' must stay as the weights were "
      "trained: leave it out; valid: dropout, "),

@@ -52,7 +52,7 @@ def test_folders_without_a_whole_model_of_one_tokenizer_are_refused(original, tm
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name / name).unlink()
     tensors = load_file(tmp_path / "damaged" / "model.safetensors")
-    tensors["model.layers.1.attention.query.weight"][0, 0] = torch.nan
+    tensors["model.decoder.layers.1.attention.query.weight"][0, 0] = torch.nan
     save_file(tensors, tmp_path / "damaged" / "model.safetensors", metadata={"format": "pt"})
     load_tokenizer("bytes").save(str(tmp_path / "other" / "tokenizer.json"))
     adapted = lora.add_adapter(lora.load_base(original), rank=1, base=lora.Base.of(original))
@@ -62,7 +62,7 @@ def test_folders_without_a_whole_model_of_one_tokenizer_are_refused(original, tm
         ("config.json", "holds no config.json; a conversion needs a model and its tokenizer"),
         ("tokenizer.json", "holds no tokenizer.json; a conversion needs a model and its tokenizer"),
         ("adapter", "adapter holds an adapter, not a whole model: merge it first"),
-        ("damaged", r"damaged: model\.layers\.1\.attention\.query\.weight is not finite"),
+        ("damaged", r"damaged: model\.decoder\.layers\.1\.attention\.query\.weight is not finite"),
         ("other", r"256 tokens, the model knows \d+; does the tokenizer in \S*other belong to another model\?"),
     ):
         with pytest.raises((FileNotFoundError, ValueError), match=message):

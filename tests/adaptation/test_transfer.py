@@ -41,7 +41,7 @@ def test_errors_are_those_of_each_layer_alone(norm_position):
         z = x if norm_position == "post" else block.attention_norm(x)
         y, own = (mixer(z)[0] for mixer in (block.attention, new.blocks()[i].attention))
         assert_same_maths(error, (own - y).square().sum() / y.square().sum(), f"error of layer {i}")
-        x = block(x, None, None)[0]
+        x = block(x)[0]
     same = replace_attention(old, "window", keep_every=0, options={"width": 24}).decoder.double()
     for error in attention_errors(old, same, LAYERS, TOKENS):
         assert_same_maths(error, torch.zeros_like(error), "within reach")

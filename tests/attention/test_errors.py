@@ -78,8 +78,7 @@ OPTIONS = [
     ("llp", {"segment": 0}, r"segment must be even and at least 2 \(two half segments\), got 0"),
     ("llp", {"shifted_heads": True, "causal": False}, "shifted_heads is a causal form"),
     ("llp", {"shifted_heads": True, "segment": 6}, "at least 2 heads and a multiple of 4, got num_heads=2, segment=6"),
-    *(("llp", {option: True}, rf"'{option}' is an option of attention 'llp_printed' now, not of 'llp'")
-      for option in ("first_block_projections", "shared_kv", "key_norm", "split_output")),
+    ("llp", {"shared_kv": True}, "attention 'llp' has no option 'shared_kv'"),
     ("llp_printed", {"segment": 7}, r"segment must be even and at least 2 .*, got 7"),
     ("longformer", {"width": 0}, "width must be at least 1, got 0"),
     ("longformer", {"num_global": 0}, r"num_global must be at least 1 \(else use window\), got 0"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention import Attention, build
+from subquad.ops.padding import Lengths
 from subquad.testing import assert_exact, assert_same_maths
 
 DIM, HEADS, HALF, TOKENS = 12, 3, 4, 19
@@ -198,7 +199,7 @@ def test_luna_packs_and_unpacks(pack_heads: int | None, tied: bool) -> None:
         return attend(head(layer.pack_query, p, g, G)[m], head(pack_key, x, g, G), head(layer.pack_value, x, g, G))
 
     pack = torch.stack([torch.cat([packed(m, g) for g in range(G)]) for m in range(5)])
-    y, _, memory = layer.mix(x[None], None, None)
+    y, state = layer(x[None])
 
     def row(t, h):
         return attend(head(layer.query, x, h)[t], head(key, pack, h), head(layer.value, pack, h))
@@ -207,7 +208,7 @@ def test_luna_packs_and_unpacks(pack_heads: int | None, tied: bool) -> None:
     total = pack + p
     centred = total - total.mean(-1, keepdim=True)
     normed = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    assert_same_maths(memory[0], normed, "the memory handed on")
+    assert_same_maths(state["handed"][0], normed, "the memory handed on")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -331,7 +332,7 @@ def test_slots_of_padding_hold_nothing(name: str, options: dict[str, object]) ->
     for seed in (1, 2):
         rubbish = 1e6 * torch.randn(3, TOKENS, DIM, generator=torch.Generator().manual_seed(seed)).double()
         rows = torch.where(real[..., None], x, rubbish).requires_grad_()
-        y, state, _ = layer.mix(rows, None, lengths)
+        y, state = layer(rows, mask=Lengths(lengths))
         assert y.isfinite().all()
         gradient = torch.autograd.grad(y[real].square().sum(), rows)[0]
         results.append([y[real], gradient, *(entry for entry in state.entries.values() if isinstance(entry, Tensor))])

@@ -7,7 +7,7 @@ from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGenera
 
 from subquad.cli.audit import run
 from subquad.evaluation.audit.report import CHECKS
-from subquad.hf import SubquadForCausalLM, SubquadForSequenceClassification
+from subquad.hf import SubquadEncoderForSequenceClassification, SubquadForCausalLM
 from subquad.hf.encoders import SubquadClassifierConfig
 from subquad.layers import positions
 from tests.cli.folders import VOCABULARY, save_model
@@ -133,7 +133,7 @@ def test_models_that_cannot_be_audited_are_refused(folder, tmp_path, refused, ca
     T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")
     assert "holds an encoder-decoder (t5)" in refused("audit", tmp_path / "t5")
     config = SubquadClassifierConfig(dim=16, num_layers=1, num_heads=2, vocab_size=19, attention="full")
-    SubquadForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
+    SubquadEncoderForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
     assert "holds no causal language model" in refused("audit", tmp_path / "classifier")
     bare = save_model(tmp_path / "bare", attention="full")
     (bare / "tokenizer.json").unlink()

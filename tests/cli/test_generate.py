@@ -1,6 +1,7 @@
 """`subquad generate`: prompts, states, stop strings, samples, beams, files of texts, decoding of a Perceiver AR."""
 
 import io
+import json
 import re
 import sys
 import zipfile
@@ -80,6 +81,28 @@ def test_a_stop_string_is_not_printed(text):
         assert text("--prompt", "w1 w2 w3", *stops).split() == free[: free.index(stop, 3)]
 
 
+@pytest.mark.parametrize("how", [[], ["--samples", "2"], ["--beams", "2"], ["--texts", "2"]], ids=str)
+@pytest.mark.parametrize(("file", "form"), [("config.json", int), ("generation_config.json", lambda end: [end, 0])])
+def test_a_text_ends_before_the_end_tokens_of_its_model_in_every_mode(tmp_path, text, file, form, how):
+    folder, archive = save_model(tmp_path / "model", **LLP), tmp_path / "texts.zip"
+    temperature = "1" if how == ["--beams", "2"] else "0"
+
+    def found():
+        if how != ["--texts", "2"]:
+            return text("--prompt", "w1 w2", *how, "--temperature", temperature, folder=folder).split()
+        text("--prompt", "w1 w2", *how, "--out-file", archive, folder=folder)
+        return " ".join(texts(archive).values()).split()
+
+    free = found()
+    end = free[-1]
+    saved = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(saved | {"eos_token_id": form(int(end.removeprefix("w")))}))
+    ended = found()
+    assert end in free[3:]
+    assert end not in ended
+    assert len(ended) < len(free)
+
+
 def test_a_state_continues_as_the_whole_text_would(text, run, tmp_path, capsys):
     file, longer = tmp_path / "state.safetensors", tmp_path / "longer.safetensors"
     assert text("--prompt", "w1 w2 w3", "--state-out", file, "--max_tokens", "0") == ""
@@ -146,6 +169,17 @@ def test_each_text_of_a_file_is_a_document_and_the_same_seed_gives_the_same_file
     data = DataConfig(path=str(one), tokenizer=str(sentences), cache=str(tmp_path / "cache"), held_out=0.3)
     assert len(prepare(data).files) == len(found)
     assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(("more", "tokens"), [
+    (["--logit_bias", '{"1": 100}'], 6), (["--logit_bias", '{"1": 100}', "--stop", "<s>"], 1),
+    (["--logit_bias", '{"2": 100}'], 1), (["--logit_bias", '{"2": 100}', "--min_tokens", "3"], 4),
+])  # fmt: skip
+def test_a_special_token_ends_a_text_by_its_id_if_it_is_an_end_or_a_stop_string(sentences, capsys, more, tokens):
+    for count in (1, 2):
+        command = ["--prompt", "w1", "--max_tokens", "6", "--temperature", "0", "--samples", str(count), *more]
+        assert main(["generate", str(sentences), *command]) == 0
+        assert f"generated: {count * tokens} tokens" in capsys.readouterr().err
 
 
 def test_a_text_of_a_file_is_the_sample_of_its_seed(sentences, tmp_path, text):

@@ -60,30 +60,43 @@ def test_a_transformers_folder_comes_in_and_goes_out_again(llama, tmp_path, prin
         assert_exact(after[name], tensor, name)
     for name in MODEL_FILES:
         assert json_or_text(back / name) == json_or_text(llama / name)
+    printed("import", llama, "--out", tmp_path / "other", "--tokenizer", llama)
+    assert json_or_text(tmp_path / "other" / "generation_config.json")["eos_token_id"] == [2, 7]
+    assert json_or_text(tmp_path / "other" / "tokenizer_config.json")["eos_token"] == "a", "the tokenizer's own name"
 
 
 @pytest.mark.parametrize(("name", "values"), [
+    ("MistralForCausalLM", HEADS | {"sliding_window": 8, "num_key_value_heads": 1}),
     ("Mamba2ForCausalLM", {"num_heads": 4, "head_dim": 8, "n_groups": 2, "time_step_limit": (0.0, 1.0)}),
     ("GraniteMoeHybridForCausalLM", HEADS | {"num_local_experts": 0, "layer_types": ["mamba"], "mamba_n_heads": 4}),
     ("Qwen3_5ForCausalLM", HYBRID | {"vocab_size": 256}),
     ("Qwen3NextForCausalLM", HYBRID | {"vocab_size": 256, "num_experts": 0}),
 ])  # fmt: skip
-def test_recurrent_layers_come_in_generate_and_go_out_again(name, values, tmp_path, printed):
+def test_windows_and_recurrent_layers_come_in_generate_and_go_out_again(name, values, tmp_path, printed):
     theirs, ours, back = (tmp_path / place for place in ("theirs", "ours", "back"))
     cls = getattr(transformers, name)
-    cls(cls.config_class(**SMALL | values)).save_pretrained(theirs)
+    cls(cls.config_class(**SMALL | values, eos_token_id=None)).save_pretrained(theirs)
     load_tokenizer("bytes").save(str(theirs / "tokenizer.json"))
     printed("import", theirs, "--out", ours)
     attention = json.loads((ours / "config.json").read_text())["attention"]
-    assert attention in ("mamba2", ["mamba2"], [*["gated_delta_net"] * 3, "full"])
+    assert attention in ("window", "mamba2", ["mamba2"], [*["gated_delta_net"] * 3, "full"])
     text = printed("generate", ours, "--prompt", "ab", "--max_tokens", "40", "--temperature", "0")
-    tokens = list(generate(from_transformers(theirs).model, list(b"ab"), max_tokens=40, temperature=0))
+    tokens = list(generate(from_transformers(theirs).decoder, list(b"ab"), max_tokens=40, temperature=0))
     assert text == f"ab{load_tokenizer('bytes').decode(tokens)}\n"
     assert f"holds a {name}" in printed("export", ours, "--out", back, "--family", cls.config_class.model_type)
     before, after = load_file(theirs / "model.safetensors"), load_file(back / "model.safetensors")
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert_exact(after[key], tensor, key)
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "eval"])
+def test_the_help_of_commands_that_load_a_model_says_which_folders_they_take(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Folder of a subquad model: a run, one of its checkpoints, a LoRA adapter" in text
+    assert "`subquad import` first makes one of another transformers model" in text
 
 
 def test_the_families_in_the_help_are_those_that_there_are():
@@ -141,7 +154,7 @@ def test_models_that_cannot_be_converted_are_refused(llama, tmp_path, refused):
     tensors = load_file(damaged / "model.safetensors")
     tensors["model.norm.weight"][0] = torch.inf
     save_file(tensors, damaged / "model.safetensors", {"format": "pt"})
-    assert "damaged holds a model whose weights are damaged: model.norm.weight" in message("import", damaged)
+    assert "damaged holds a model whose weights are damaged: model.decoder.norm.weight" in message("import", damaged)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     assert "holds an adapter; `subquad lora merge` makes one plain model" in message("export", tmp_path / "adapter")

@@ -64,7 +64,7 @@ def test_list_shows_each_adapter_once_and_whether_it_fits(runs, printed, tmp_pat
     one, two, lost = (entries[name] for name in ("one", "two", "lost"))
     assert (one["rank"], one["base_parameters"], one["fits"]) == (2, parameters, "yes")
     assert (two["alpha"], two["kind"]) == (3, "rsDoRA")
-    assert two["layers"] == [f"model.layers.{i}.attention.query" for i in range(2)]
+    assert two["layers"] == [f"model.decoder.layers.{i}.attention.query" for i in range(2)]
     assert two["parameters"] == 2 * (4 * (16 + 16) + 16)  # DoRA: a size for each row
     assert (lost["fits"], lost["base_parameters"]) == ("no: the base is missing", None)
     table = printed("lora", "list", runs / "one", "--markdown")

@@ -77,10 +77,6 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
     (["lora"], "no action"),
     (["show", "wieghts"], "unknown picture 'wieghts'; did you mean 'weights'?"),
     (["show"], "no picture named"),
-    (["bench", "ops", "--tokens", "1024"], "`subquad bench` is now `python -m benchmarks`, in a clone of"),
-    (["reproduce", "llp_table6"], "`subquad reproduce` is now `python -m experiments`, in a clone of the repository\n"),
-    (["lora", "mnist", "--path", "x"], "`subquad lora mnist` is now `python -m experiments.lora_mnist`, in a clone of"),
-    (["cost", "--paper=llp"], "`subquad cost --paper` is now `python -m experiments.llp_table6`, in a clone of"),
 ])  # fmt: skip
 def test_a_command_that_is_not_there_is_answered_with_the_right_one(capsys, arguments, message):
     assert main(arguments) == 2

@@ -13,7 +13,7 @@ from subquad.cli import main
 from subquad.cli.show import PICTURES, _reading_example
 from subquad.data.labelled import toy
 from subquad.evaluation import drawing
-from subquad.hf import SubquadForSequenceClassification
+from subquad.hf import SubquadEncoderForSequenceClassification
 from subquad.hf.encoders import SubquadClassifierConfig
 from subquad.models import DecoderConfig, EncoderConfig, matrices
 from subquad.models.build import build_model
@@ -66,7 +66,7 @@ def test_trained_weights_are_those_of_the_layers_own_inputs(hybrid):
     layers = matrices.trained_weights(decoder, tokens[0].tolist())
     assert [(matrix.layer, matrix.name, matrix.causal) for matrix in layers] == [(0, "llp", True), (1, "elita", True)]
     block = decoder.blocks()[1]
-    below, _, _ = decoder.blocks()[0](decoder.embedding(tokens), None, None)
+    below, _ = decoder.blocks()[0](decoder.embedding(tokens))
     assert_exact(layers[1].weights_HTS, block.attention.weights(block.attention_norm(below))[0])
 
 
@@ -90,7 +90,7 @@ def labelling(folder, *, task=True, pooling="mean", **model):
     config = TrainConfig.from_dict(values)
     encoder = EncoderConfig.from_decoder(config.model.replace(vocab_size=3), num_classes=2, pooling=pooling)
     hf = SubquadClassifierConfig.from_encoder(encoder, classes=("no", "yes"))
-    SubquadForSequenceClassification(hf).save_pretrained(folder)
+    SubquadEncoderForSequenceClassification(hf).save_pretrained(folder)
     if task:
         config.to_file(folder / "config.yaml")
     return folder
@@ -126,7 +126,7 @@ def test_weights_of_a_classifier_are_those_that_its_layers_mix_by(tmp_path, name
 def test_post_norm_layers_are_drawn_from_what_their_mechanisms_read():
     shape = {"vocab_size": 9, "dim": 16, "num_heads": 2, "num_layers": 2, "init_std": 0.5, "norm_position": "post"}
     model, tokens = build_model(DecoderConfig(**shape, attention="full")), torch.tensor([[1, 2, 3, 4]])
-    below, _, _ = model.blocks()[0](model.embedding(tokens), None, None)
+    below, _ = model.blocks()[0](model.embedding(tokens))
     _, matrix = matrices.trained_weights(model, tokens[0].tolist())
     assert_exact(matrix.weights_HTS, model.blocks()[1].attention.weights(below)[0])
 

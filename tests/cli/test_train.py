@@ -54,8 +54,8 @@ def test_samples_end_where_positions_and_latents_do(tmp_path, caplog, model, pro
     shape = {"vocab_size": 256, "dim": 8, "num_layers": 1, "num_heads": 1}
     run = {"prompt": prompt, "sample_tokens": 60}
     config = TrainConfig.from_dict({"model": shape | model, "batch": {"length": 8}, "run": run})
-    wrapped = SimpleNamespace(model=build_model(config.model).eval())
-    _write_samples(SimpleNamespace(config=config, model=wrapped, folder=tmp_path), load_tokenizer("bytes"))
+    decoder = build_model(config.model).eval()
+    _write_samples(SimpleNamespace(config=config, decoder=decoder, folder=tmp_path), load_tokenizer("bytes"))
     assert f"samples are cut to {count} tokens: {reason}" in caplog.text
     assert (tmp_path / "samples.txt").read_text().count("--- ") == 3
 

@@ -9,7 +9,8 @@ from tokenizers import Tokenizer
 
 from subquad.data import load_tokenizer
 from subquad.data.llama2c import MOST_BYTES, _read, read_llama2c_tokenizer
-from subquad.data.tokenizers import encode_prompt, encode_text, separator_id
+from subquad.data.special_tokens import separator_id
+from subquad.data.tokenizers import encode_prompt, encode_text
 from tests.fuzz.targets import LLAMA2C_PIECES, write_llama2c_tokenizer
 
 

@@ -8,7 +8,8 @@ import pytest
 from subquad.data import DataConfig, load_tokenizer, prepare
 from subquad.data.config import LabelledConfig
 from subquad.data.labelled import labelled_corpus
-from subquad.data.tokenizers import Encoder, encode_text, separator_id
+from subquad.data.special_tokens import separator_id
+from subquad.data.tokenizers import Encoder, encode_text
 from subquad.data.windows import Windows
 
 

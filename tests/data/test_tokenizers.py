@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from subquad.data import tokenizers as module
-from subquad.data.tokenizers import Encoder, bytes_tokenizer, encode_text, load_tokenizer, separator_id
+from subquad.data.special_tokens import separator_id
+from subquad.data.tokenizers import Encoder, bytes_tokenizer, encode_text, load_tokenizer
 from subquad.data.vocabularies import SEPARATOR, TRAINED, make_tokenizer, train_bpe, train_unigram
 
 TEXTS = ["def f(x):\n    return x + 1\n", "The cat didn't sit; it's 42.\n\n\tThe  end ", "größe 漢字 \U0001f389"] * 3

@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from subquad.data import DataConfig, prepare
-from subquad.data.tokenizers import Encoder, encode_text, load_tokenizer, separator_id, tokenizer_hash, vocab_size
+from subquad.data.special_tokens import separator_id
+from subquad.data.tokenizers import Encoder, encode_text, load_tokenizer, tokenizer_hash, vocab_size
 from subquad.data.vocabularies import SEPARATOR, TRAINED, character_ids, characters, gpt2_files, make_tokenizer
 from subquad.training import TrainConfig, train
 from tests.data.lra.layouts import put

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
-from subquad.evaluation.audit import Adapter, AuditConfig, AuditReport, Check, audit, replay
+from subquad.evaluation.audit import Adapter, AuditConfig, AuditReport, audit, replay
 from subquad.evaluation.audit.adapters import adapter_for
 from subquad.evaluation.audit.case import Case
 from subquad.evaluation.audit.checks import Audited
 from subquad.evaluation.audit.probe import Tokens, make_probe
-from subquad.evaluation.audit.report import CHECKS
+from subquad.evaluation.audit.report import CHECKS, Check
 from subquad.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from subquad.testing import assert_exact, assert_same_maths
 from tests.evaluation import planted

@@ -103,7 +103,7 @@ def test_decoding_that_is_another_pass_by_design_is_not_judged(decode):
 
 def wrapped(decoder):
     model = SubquadForCausalLM(SubquadConfig.from_decoder(decoder.config))
-    model.model.load_state_dict(decoder.state_dict())
+    model.decoder.load_state_dict(decoder.state_dict())
     return model
 
 

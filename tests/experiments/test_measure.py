@@ -38,7 +38,7 @@ def measured(tmp_path, monkeypatch):
             decoder.norm.weight.fill_(1.0)
             decoder.head.weight.copy_(logits_V[:, None] / 4)
         config = TrainConfig(model=model, data=data, batch=BatchConfig(length=16, size=2))
-        result = SimpleNamespace(config=config, model=SimpleNamespace(model=decoder), corpus=prepare(data))
+        result = SimpleNamespace(config=config, decoder=decoder, corpus=prepare(data))
         return result, measure_text(result, held)
 
     return measure
@@ -85,7 +85,7 @@ def test_blocks_follow_the_text(measured):
     assert measured("b" * 101 + "d" * 100, probabilities, Held(stride=4))[1]["text"] != row["text"]
     assert in_blocks("x", np.arange(205.0))["x_blocks"][:2] == [1.0, 4.0]  # of three, and the last one is left out
     tokens = result.corpus.held_out.tokens
-    whole = evaluate(result.model.model, tokens, length=16, stride=3)
+    whole = evaluate(result.decoder, tokens, length=16, stride=3)
     assert token_nats(result, tokens, Held(stride=3)).mean() == pytest.approx(whole.loss)
 
 

@@ -50,7 +50,8 @@ from subquad.data.lra.store import PARTS, Labelled, Pairs, Sequences, Store, wri
 from subquad.data.occlusion import occlusion
 from subquad.data.shards import ShardWriter
 from subquad.data.sources import open_source
-from subquad.data.tokenizers import Encoder, encode_prompt, encode_text, separator_id, tokenizer_hash, vocab_size
+from subquad.data.special_tokens import separator_id
+from subquad.data.tokenizers import Encoder, encode_prompt, encode_text, tokenizer_hash, vocab_size
 from subquad.data.vocabularies import SEPARATOR, make_tokenizer
 from subquad.evaluation.audit import AuditReport
 from subquad.evaluation.audit.case import Case
@@ -488,15 +489,18 @@ def imported(folder):
 def make_model(folder):
     torch.manual_seed(0)
     model = SubquadForCausalLM(SubquadConfig(**LLP))
-    model.generation_config = GenerationConfig(max_length=9)
+    model.generation_config = GenerationConfig(max_length=9, eos_token_id=[3, 5])
     model.save_pretrained(folder)
     load_tokenizer("bytes").save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(CHAT))
 
 
 @target(make_model, files="*.[js]*", quick=10, raises=TYPES)
 def model(folder):
     with torch.no_grad():
-        load_run(folder, "cpu").decoder(torch.zeros(1, 3, dtype=torch.long))
+        loaded = load_run(folder, "cpu")
+        loaded.decoder(torch.zeros(1, 3, dtype=torch.long))
+        assert all(type(token) is int for token in loaded.end_tokens)
 
 
 @target(make_model, files="config.json", quick=4, raises=TYPES)
@@ -674,7 +678,8 @@ def client():
 COMMON = {"max_tokens": 2, "temperature": 0.5, "top_k": 3, "seed": 1, "stop": ["x"], "n": 1}
 COMPLETIONS = {**COMMON, "prompt": ["hello", "é"], "stream": True, "stream_options": {"include_usage": True}}
 MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "hello é"}]}, {"role": "system", "content": "a"}]
-TALK = {**COMMON, "messages": MESSAGES, "logit_bias": {}}
+BIASED = {"presence_penalty": 0.5, "frequency_penalty": -1, "min_tokens": 1, "ignore_eos": True, "stop_token_ids": [3]}
+TALK = {**COMMON, **BIASED, "messages": MESSAGES, "logit_bias": {"5": 1.5}}
 
 
 @target(files(completions__json=COMPLETIONS, chat__json=TALK), quick=6, named=False)

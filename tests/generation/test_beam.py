@@ -25,7 +25,7 @@ ALL = itertools.product(MECHANISMS, [(), (7,), (20, 12)], [3], [1.0, 0.5, 2.0])
 def test_beams_are_those_of_transformers(name, stops, beams, length_penalty):
     model, prompt = make(name), torch.tensor([PROMPT])
     wrapped = SubquadForCausalLM(SubquadConfig.from_decoder(model.config)).double().eval()
-    wrapped.model.load_state_dict(model.state_dict())
+    wrapped.decoder.load_state_dict(model.state_dict())
     how = {"num_beams": beams, "num_return_sequences": beams, "length_penalty": length_penalty} if beams > 1 else {}
     ends = {"eos_token_id": list(stops) or None, "pad_token_id": 1, "do_sample": False}
     theirs = wrapped.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=10, **ends, **how)

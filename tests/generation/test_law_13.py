@@ -86,7 +86,7 @@ def test_a_text_continues_from_a_saved_state(name, tmp_path):
 def test_a_text_continues_from_a_saved_cache_of_transformers(name, tmp_path):
     model = make(name)
     wrapped = SubquadForCausalLM(SubquadConfig.from_decoder(model.config)).double().eval()
-    wrapped.model.load_state_dict(model.state_dict())
+    wrapped.decoder.load_state_dict(model.state_dict())
     cache, prompt = SubquadCache(), torch.tensor([PROMPT])
     with torch.no_grad():
         wrapped(prompt[:, :8], past_key_values=cache)

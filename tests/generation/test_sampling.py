@@ -82,8 +82,41 @@ def test_a_penalty_is_that_of_transformers():
     assert choose(logits) == theirs.argmax()
 
 
+def test_presence_counts_once_frequency_each_time_and_bias_always():
+    logits = torch.tensor([4.0, 3.0, 2.5])
+    for options, expected in (
+        ({"presence_penalty": 1.2}, [0, 1, 0, 0]),  # 4 3 2.5, 2.8 3 2.5, 2.8 1.8 2.5, as before
+        ({"frequency_penalty": 0.6}, [0, 0, 1, 0, 2]),  # 4, 3.4, 2.8 < 3, 2.8 > 2.4, 2.2 2.4 2.5
+        ({"logit_bias": {2: 1.6}}, [2, 2]),
+        ({"logit_bias": {2: 1.6, 0: -100}, "presence_penalty": 1.2}, [2, 1, 2]),
+    ):
+        choose = Sampler(SamplingConfig(temperature=0.0, **options), 3, [0, 1, 2])
+        assert [choose(logits) for _ in expected] == expected, options
+        assert not choose.takes_the_likeliest
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_token_ends_a_text_before_the_fewest_tokens(temperature):
+    sampling = SamplingConfig(temperature=temperature, min_tokens=3, logit_bias={1: 100})
+    choose = Sampler(sampling, len(LOGITS), stop_tokens=[1, 2, 77])
+    found = [choose(LOGITS) for _ in range(5)]
+    assert set(found[:3]) <= {0, 3}
+    assert found[3:] == [1, 1]
+    with pytest.raises(ValueError, match="min_tokens=3 needs a token that does not end the text; all do"):
+        Sampler(sampling, 3, stop_tokens=range(3))
+
+
+def test_a_bias_outside_the_vocabulary_is_refused():
+    with pytest.raises(ValueError, match="logit_bias has token 4; valid: 0 to 3"):
+        Sampler(SamplingConfig(logit_bias={4: 1.0}), len(LOGITS))
+    with pytest.raises(ValueError, match="logit_bias must be between -100 and 100, got nan for token 3"):
+        SamplingConfig(logit_bias={3: float("nan")})
+
+
 @pytest.mark.parametrize(("name", "value", "rule"), [
-    ("max_tokens", -1, "at least 0"), ("top_k", 0, "at least 1"), ("prefill_chunk", 0, "at least 1"),
+    ("max_tokens", -1, "at least 0"), ("min_tokens", -1, "at least 0"), ("min_tokens", 257, "at most max_tokens=256"),
+    ("presence_penalty", -3, "between -2 and 2"), ("frequency_penalty", float("nan"), "between -2 and 2"),
+    ("top_k", 0, "at least 1"), ("prefill_chunk", 0, "at least 1"),
     ("temperature", -0.5, "at least 0 and finite"), ("temperature", float("nan"), "at least 0 and finite"),
     ("top_p", 0.0, "above 0 and at most 1"), ("top_p", 1.5, "above 0 and at most 1"),
     ("min_p", -0.1, "between 0 and 1"), ("min_p", 1.1, "between 0 and 1"),

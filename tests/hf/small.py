@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Con
 
 from subquad import hf
 from subquad.attention import mechanism, names
-from subquad.hf import SubquadConfig, SubquadForCausalLM, SubquadForPreTraining, SubquadForSequenceClassification
-from subquad.hf.encoders import SubquadClassifierConfig, SubquadPretrainingConfig
+from subquad.hf import SubquadConfig, SubquadEncoderForSequenceClassification, SubquadForCausalLM
+from subquad.hf.encoders import SubquadClassifierConfig, SubquadForPreTraining, SubquadPretrainingConfig
 from subquad.hf.image import SubquadImageConfig
 from subquad.models import EncoderConfig, ImageModelConfig
 from tests.models.small import HISTORIES, KINDS, LATENTS, POST, SLOW, VOCABULARY, settings_of
@@ -24,8 +24,8 @@ def language_model(name="llp", seed=0, **fields):
     torch.manual_seed(seed)
     fields = settings_of(name, **{"init_std": 1.2, "pad_token_id": 0} | fields)
     model = SubquadForCausalLM(SubquadConfig(**fields)).double().eval()
-    for part, bias in model.model.named_parameters():
-        if part.startswith(("pass_biases", "head_bias")):
+    for part, bias in model.named_parameters():
+        if "pass_biases" in part or part == "lm_head.bias":
             torch.nn.init.normal_(bias)
     return model
 
@@ -53,7 +53,7 @@ def encoder_config(name="llp", **fields):
 def classifier(name="llp", classes=("red", "green", "blue"), **fields):
     torch.manual_seed(0)
     config = encoder_config(name, num_classes=len(classes), **fields)
-    return SubquadForSequenceClassification(SubquadClassifierConfig.from_encoder(config, classes=classes)).eval()
+    return SubquadEncoderForSequenceClassification(SubquadClassifierConfig.from_encoder(config, classes=classes)).eval()
 
 
 def pretraining(name="llp", objective="denoise", **fields):

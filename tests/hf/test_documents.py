@@ -1,5 +1,6 @@
 """Packed documents through transformers: by `doc_ids`, or by positions that begin again."""
 
+import pytest
 import torch
 from transformers import DataCollatorWithFlattening
 
@@ -49,6 +50,18 @@ def test_documents_by_id():
     assert_exact(by_mask.logits, output.logits)
 
 
+def test_documents_by_the_borders_and_numbers_of_transformers_collators():
+    model = language_model()
+    logits, loss = alone(model)
+    for name in ("return_flash_attn_kwargs", "return_seq_idx"):
+        collator = DataCollatorWithFlattening(return_tensors="pt", **{name: True})
+        batch = collator([{"input_ids": text[0].tolist()} for text in TEXTS])
+        for left_out in (None, "position_ids"):
+            output = model(**{key: value for key, value in batch.items() if key != left_out})
+            assert_same_maths(output.logits, logits)
+            assert_same_maths(output.loss, loss)
+
+
 def test_documents_that_do_not_fit_are_refused():
     model, ones = language_model(), torch.ones_like(TOKENS)
     gap, late, twice = [*range(5), 0, *range(1, 8), 11], [1, 2, 3, 4, 5, 0, *range(8)], [*range(5), 0, 0, *range(2, 9)]
@@ -62,5 +75,32 @@ def test_documents_that_do_not_fit_are_refused():
         *((lambda p=p: model(TOKENS, position_ids=torch.tensor([p])), ValueError, counted) for p in (gap, late, twice)),
         (lambda: model(**BATCH, attention_mask=ones), ValueError, counted),
         (lambda: model(**counting), ValueError, "counts labels at the first tokens of documents or at padding"),
+        (lambda: model(TOKENS, cu_seq_lens_q=torch.tensor([0, 3])), ValueError, r"from 0 to its 14 tokens, got 1 rows"),
+        (
+            lambda: model(TOKENS, cu_seqlens=torch.tensor([0, 3])),
+            TypeError,
+            "takes no argument 'cu_seqlens'; of packed",
+        ),
         (lambda: perceiver_ar()(**BATCH), ValueError, "only a row's last tokens and takes no packed documents"),
     )
+
+
+def test_borders_with_positions_are_read_and_contradictions_refused():
+    model = language_model("llp")
+    T = TOKENS.shape[1]
+    positions = torch.cat([torch.arange(3), torch.arange(T - 3)])[None]
+    ids = (torch.arange(T) >= 3).long()[None]
+    packed = model(TOKENS, position_ids=positions).logits
+    assert_exact(model(TOKENS, position_ids=positions, seq_idx=ids).logits, packed)
+    assert_exact(model(TOKENS, cu_seq_lens_k=torch.tensor([0, 3, T])).logits, packed)
+    with pytest.raises(ValueError, match=r"count from 0 in each document of seq_idx"):
+        model(TOKENS, position_ids=torch.arange(T)[None], seq_idx=ids)
+
+
+def test_a_compiled_model_refuses_positions_that_restart():
+    model = language_model("llp")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    T = TOKENS.shape[1]
+    assert_same_maths(compiled(TOKENS, position_ids=torch.arange(T)[None]).logits, model(TOKENS).logits)
+    with pytest.raises(RuntimeError, match="position_ids restart in a row"):
+        compiled(TOKENS, position_ids=torch.cat([torch.arange(3), torch.arange(T - 3)])[None])

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from subquad.hf.encoders import Denoising, SubquadClassifierConfig, SubquadPretrainingConfig
+from subquad.layers.head import new_head
 from subquad.models.pretraining import Hiding, denoising_loss
 from subquad.testing import assert_exact, assert_same_maths
 from tests.hf.small import classifier, encoder_config, pretraining, prompt
@@ -62,10 +63,12 @@ def test_joint_denoising_reads_label_and_tokens_from_the_same_pass(towers):
     loss = model(**inputs).loss
     torch.manual_seed(3)
     encoder, pooled, losses = model.model.encoder, [], []
+    table = encoder.embedding.tokens
+    head = new_head(16, VOCABULARY, bias=False, table=table)
     for read, real in ((TOKENS, MASK.bool()), (OTHER, MASK.flip(0).bool()))[:towers]:
         shown, hidden = hiding(read, real, VOCABULARY - 1)
-        pooled.append(encoder.pooled(shown, real))
-        losses.append(denoising_loss(encoder, encoder(shown, real), read, hidden))
+        pooled.append(encoder(shown, real, pooled=True)[1])
+        losses.append(denoising_loss(head, encoder(shown, real), read, hidden))
     labels = F.cross_entropy(model.model.logits(*pooled).float(), LABELS)
     assert_same_maths(loss, labels + 0.5 * torch.stack(losses).mean())
     evaluated, both = model.eval()(**inputs), (TOKENS, MASK.bool(), OTHER, MASK.flip(0).bool())

@@ -49,22 +49,22 @@ def make(name, form):
 
 def test_targets_are_named_by_their_ends_or_by_expressions():
     model, read = language_model(tie_embeddings=False, lookup=4), perceiver_ar("compressed")
-    assert lora.targets(model, ["query"]) == [f"model.layers.{i}.attention.query" for i in range(2)]
-    assert lora.targets(model, ["feedforward.up"]) == [f"model.layers.{i}.feedforward.up" for i in range(2)]
-    last = ["model.layers.1.attention.key", "model.layers.1.attention.value"]
+    assert lora.targets(model, ["query"]) == [f"model.decoder.layers.{i}.attention.query" for i in range(2)]
+    assert lora.targets(model, ["feedforward.up"]) == [f"model.decoder.layers.{i}.feedforward.up" for i in range(2)]
+    last = [f"model.decoder.layers.1.attention.{name}" for name in ("key", "value")]
     assert lora.targets(model, [r".*layers\.1\..*(key|value)"]) == last
     every = {name for name, part in model.named_modules() if isinstance(part, nn.Linear)}
-    assert every - set(lora.targets(model)) == {"model.head", "model.lookup.up", "model.lookup.down"}
-    assert lora.targets(model, ["lookup.up"]) == ["model.lookup.up"]
+    assert every - set(lora.targets(model)) == {"lm_head", "lookup.up", "lookup.down"}
+    assert lora.targets(model, ["lookup.up", "lm_head"]) == ["lookup.up", "lm_head"]
+    assert lora.targets(read, ["compress"]) == ["model.decoder.compress"]
     assert lora.targets(classifier(), ["head"]) == ["model.head"]
     assert not [name for name in lora.targets(read) if "compress" in name]
     assert not [name for name in lora.targets(image_model(near=0)) if "head" in name or "embedding" in name]
     assert_refused(
         (lambda: lora.targets(model, ["qeury"]), ValueError, "no linear layer is called 'qeury'; did you mean|valid: "),
         (lambda: lora.targets(model, ["(query"]), ValueError, "neither a layer's name nor a regular expression"),
-        # Factors in layers whose matrix is read would do nothing.
-        (lambda: lora.targets(model, ["head"]), ValueError, "model.head cannot have factors: its matrix is read"),
-        (lambda: lora.targets(read, ["compress"]), ValueError, "model.compress cannot have factors: its matrix is"),
+        # Merged factors of a tied head would change the embeddings.
+        (lambda: lora.targets(language_model(), ["lm_head"]), ValueError, "lm_head is tied to the embeddings"),
     )
 
 
@@ -162,7 +162,7 @@ def test_damaged_adapters_are_refused(tmp_path):
     shutil.copytree(good, damaged)
     weights = load_file(good / "adapter_model.safetensors")
     first, shallow = next(iter(weights)), language_model()
-    shallow.model.layers = shallow.model.layers[:1]
+    shallow.model.decoder.layers = shallow.model.decoder.layers[:1]
 
     def load(folder=damaged):
         return lora.load_adapter(language_model(), folder)
@@ -183,7 +183,11 @@ def test_damaged_adapters_are_refused(tmp_path):
         assert_refused((load, ValueError, "damaged/adapter_config.json is no configuration of a LoRA adapter"))
     assert_refused(
         (lambda: load(tmp_path / "base"), FileNotFoundError, "holds no adapter_config.json, so no adapter"),
-        (lambda: lora.load_adapter(shallow, good), ValueError, "does not fit the model, which has no layer model.lay"),
+        (
+            lambda: lora.load_adapter(shallow, good),
+            ValueError,
+            "the model, which has no layer model.decoder.lay",
+        ),
         (lambda: lora.add_adapter(shallow, rank=2, train_head=True), ValueError, "train_head is for classifiers, and "),
     )
 
@@ -239,3 +243,15 @@ def test_without_peft_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match=r"LoRA needs PEFT: pip install 'subquad\[peft\]'"):
         lora.add_adapter(language_model(), rank=2)
+
+
+def test_an_adapter_with_the_names_of_earlier_releases_is_read(tmp_path):
+    adapted = adapted_from(language_model())
+    lora.save_adapter(adapted, tmp_path)
+    file, former = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    weights = {name.replace("model.decoder.", "model."): w for name, w in load_file(file).items()}
+    assert "base_model.model.model.layers.0.attention.query.lora_A.weight" in weights
+    save_file(weights, file, metadata={"format": "pt"})
+    former.write_text(former.read_text().replace("model.decoder.", "model."))
+    again = lora.load_adapter(language_model(), tmp_path)
+    assert_exact(again(prompt()).logits, adapted(prompt()).logits)

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoConfig, DynamicCache
 
-from subquad.hf import SubquadForCausalLM, SubquadForImages, SubquadForPreTraining, SubquadForSequenceClassification
+from subquad.hf import SubquadEncoderForSequenceClassification, SubquadForCausalLM, SubquadForImages
+from subquad.hf.encoders import SubquadForPreTraining
 from subquad.models import Decoder
 from subquad.testing import assert_exact, assert_same_maths
 from tests.hf.small import LOOPED, PIXELS, classifier, every_form, image_model, language_model, pretraining, prompt
@@ -31,8 +32,9 @@ def assert_same_model(actual, expected):
         assert type(config) is type(expected.config)
         for field in config.own_fields:
             assert getattr(config, field) == getattr(expected.config, field), field
-    assert actual.model.config == expected.model.config
-    assert getattr(actual.model, "config_hash", None) == getattr(expected.model, "config_hash", None)
+    ours, theirs = (getattr(model, "decoder", model.model) for model in (actual, expected))
+    assert ours.config == theirs.config
+    assert getattr(ours, "config_hash", None) == getattr(theirs, "config_hash", None)
     inputs = PIXELS if isinstance(expected, SubquadForImages) else prompt()
     assert_same_maths(actual.double()(inputs)[0], expected.double()(inputs)[0])
 
@@ -40,7 +42,7 @@ def assert_same_model(actual, expected):
 AUTO = {
     SubquadForCausalLM: transformers.AutoModelForCausalLM, SubquadForImages: transformers.AutoModel,
     SubquadForPreTraining: transformers.AutoModelForPreTraining,
-    SubquadForSequenceClassification: transformers.AutoModelForSequenceClassification,
+    SubquadEncoderForSequenceClassification: transformers.AutoModelForSequenceClassification,
 }  # fmt: skip
 logistic = partial(image_model, output="logistic", axes=True)
 concatenated = partial(image_model, position="learned", position_channels=6)
@@ -68,7 +70,7 @@ def test_tied_weights_are_saved_once_and_stay_tied_in_another_dtype_too(tmp_path
     model = language_model().float()
     model.save_pretrained(tmp_path)
     shapes = {key: tensor.shape for key, tensor in load_file(tmp_path / "model.safetensors").items()}
-    assert [key for key, shape in shapes.items() if VOCABULARY in shape] == ["model.embedding.tokens.weight"]
+    assert [key for key, shape in shapes.items() if VOCABULARY in shape] == ["model.decoder.embedding.tokens.weight"]
     loaded, info = SubquadForCausalLM.from_pretrained(tmp_path, dtype="bfloat16", output_loading_info=True)
     assert not info["missing_keys"]
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
@@ -99,7 +101,7 @@ def test_first_weights_are_the_decoders():
     decoder = Decoder(model.config.decoder_config())
     assert len(list(model.parameters())) == len(list(decoder.parameters()))
     for key, weight in decoder.named_parameters():
-        ours = model.model.get_parameter(key)
+        ours = model.decoder.get_parameter(key)
         assert math.isclose(ours.std(correction=0).item(), weight.std(correction=0).item(), rel_tol=0.15), key
     model = classifier(dim=64, num_layers=8, init_std=0.02).model
     attention = model.encoder.layers[0].attention
@@ -113,11 +115,12 @@ def test_first_weights_are_the_decoders():
 ])  # fmt: skip
 def test_the_vocabulary_can_grow(make, tmp_path):
     model, tokens = make().eval(), prompt()
-    before, owner = model(tokens).logits, getattr(model.model, "encoder", model.model)
+    before, owner = model(tokens).logits, getattr(model.model, "encoder", getattr(model, "decoder", model.model))
     model.resize_token_embeddings(VOCABULARY + 5, mean_resizing=False)
     same = assert_same_maths if isinstance(model, SubquadForCausalLM) else assert_exact
     same(model(tokens).logits[..., : before.shape[-1]], before)
-    for config in (model.config, model.model.config, owner.config):
+    owner = getattr(model, "decoder", owner)
+    for config in (model.config, getattr(model, "decoder", model.model).config, owner.config):
         assert config.vocab_size == VOCABULARY + 5
     assert model.get_input_embeddings() is owner.embedding.tokens
     assert model(tokens + 5).logits.shape[-1] == (3 if make is classifier else VOCABULARY + 5)
@@ -132,14 +135,13 @@ def test_the_loss_is_that_of_the_shifted_logits_of_each_pass_in_training(fields)
     model, tokens = language_model(**fields), prompt(3, 11)
     labels = tokens.clone()
     labels[0, 3:5] = -100
-    losses = [
-        F.cross_entropy(model.model.logits(h)[:, :-1].mT, labels[:, 1:]) for h in model.train().model.passes(tokens)
-    ]
+    decoder = model.train().decoder
+    losses = [F.cross_entropy(decoder.logits(h)[:, :-1].mT, labels[:, 1:]) for h in decoder.passes(tokens)]
     assert len(losses) == fields.get("loops", 1)
     trained, counted = torch.stack(losses).mean(), (labels[:, 1:] != -100).sum()
-    output = model(tokens, labels=labels, output_logits=True)
+    output = model(tokens, labels=labels, return_logits=True)
     assert_same_maths(output.loss, trained)
-    assert_same_maths(output.logits, model.model(tokens)[0])
+    assert_same_maths(output.logits, decoder(tokens)[0])
     assert_same_maths(model(tokens, labels=labels, num_items_in_batch=2 * counted).loss, trained / 2)
     for use_cache in (True, False):
         assert_same_maths(model.eval()(tokens, labels=labels, use_cache=use_cache).loss, losses[-1])
@@ -161,13 +163,12 @@ def test_padding_is_as_if_removed_in_logits_and_loss(make):
 def test_outputs_are_those_that_are_asked_for():
     model, tokens = language_model().train(), prompt()
     trained = model(tokens, labels=tokens)
-    assert trained.logits is None
+    assert trained.logits.shape == (2, 8, VOCABULARY)
     assert trained.past_key_values is None
-    assert model(tokens, labels=tokens, output_logits=True).logits.shape == (2, 8, VOCABULARY)
     whole = model(tokens).logits
     model.eval()
     assert model(tokens, labels=tokens).logits.shape == (2, 8, VOCABULARY)
-    assert model(tokens, labels=tokens, output_logits=False).logits is None
+    assert model(tokens, labels=tokens, return_logits=False).logits is None
     assert_exact(model(tokens, attention_mask=torch.ones_like(tokens)).logits, whole)
     assert_same_maths(model(tokens, logits_to_keep=2).logits, whole[:, -2:])
     places = torch.tensor([7, 0, 3])
@@ -180,7 +181,7 @@ def test_outputs_are_those_that_are_asked_for():
 @pytest.mark.parametrize("make", [language_model, classifier, pretraining, image_model])
 def test_checkpointing_is_switched_as_transformers_does(make):
     model = make().train()
-    owner = getattr(model.model, "encoder", model.model)
+    owner = getattr(model.model, "encoder", getattr(model.model, "decoder", model.model))
     switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     assert not owner.gradient_checkpointing
     switch()
@@ -195,7 +196,7 @@ def test_the_trainers_count_and_the_loss_leave_out_the_same():
     labels = tokens.masked_fill(mask == 0, -100)
     items = (labels[:, 1:] != -100).sum()
     parts = (slice(0, 1), slice(1, 3))
-    losses = [model(tokens[p], mask[p], labels[p], num_items_in_batch=items).loss for p in parts]
+    losses = [model(tokens[p], mask[p], labels=labels[p], num_items_in_batch=items).loss for p in parts]
     whole = model(tokens, attention_mask=mask, labels=labels).loss
     assert_same_maths(sum(losses), whole)
     assert_same_maths(model(tokens, attention_mask=mask, labels=tokens).loss, whole)
@@ -234,10 +235,9 @@ def test_what_it_does_not_take_is_named():
     assert looped(tokens, use_cache=True).past_key_values is not None
     assert_refused(
         (lambda: model(), ValueError, "input_ids is needed"),
-        (lambda: model(inputs_embeds=torch.zeros(1, 2, 16)), ValueError, "inputs_embeds is not supported"),
+        (lambda: model(tokens, inputs_embeds=torch.zeros(3, 11, 16)), ValueError, "two forms of one input"),
         (lambda: model(tokens, output_attentions=True), ValueError, "output_attentions is not supported"),
-        (lambda: model(tokens, output_hidden_states=True), ValueError, "output_hidden_states is not supported"),
-        (lambda: model(tokens, labels=tokens[:, 1:]), ValueError, r"shape of input_ids, \[3, 11\], got \[3, 10\]"),
+        (lambda: model(tokens, labels=tokens[:, 1:]), ValueError, r"shape of the tokens, \[3, 11\], got \[3, 10\]"),
         (lambda: model(tokens, torch.ones(3, 4)), ValueError, r"must have shape \[3, 11\].* got \[3, 4\]"),
         (lambda: model(tokens, past_key_values=DynamicCache()), TypeError, "hf.SubquadCache, got DynamicCache"),
         (lambda: model(tokens, position_ids=tokens[:, :4]), ValueError, r"must have shape \[3, 11\], got \[3, 4\]"),

@@ -24,12 +24,12 @@ def test_with_refill_a_left_padded_prompt_gives_what_it_gives_alone(form):
 
 def test_refill_and_frozen_read_the_prompt_with_fewer_latents():
     model, cache = perceiver_ar(decode="refill"), SubquadCache()
-    kept = model.model.options.kept
+    kept = model.decoder.options.kept
     model.generate(**PLAIN, max_new_tokens=1, past_key_values=cache)
     assert cache.state["start"] == 8 - kept
     frozen = perceiver_ar(decode="frozen")
     tokens = frozen.generate(**PLAIN, max_new_tokens=LATENTS - kept + 1, eos_token_id=None)
-    logits, _ = frozen.model(tokens[:, :-1])
+    logits, _ = frozen.decoder(tokens[:, :-1])
     assert_exact(logits[:, kept - 1 :].argmax(-1), tokens[:, 8:])
     with pytest.raises(ValueError, match="decode='frozen' has used all 5 latents"):
         frozen.generate(**PLAIN, max_new_tokens=LATENTS - kept + 2, eos_token_id=None)
@@ -37,7 +37,7 @@ def test_refill_and_frozen_read_the_prompt_with_fewer_latents():
 
 def test_the_latents_of_a_call_can_be_set():
     model, cache = perceiver_ar(decode="frozen"), SubquadCache()
-    expected, _ = model.model(prompt(), latents=2)
+    expected, _ = model.decoder(prompt(), latents=2)
     assert_same_maths(model(prompt(), latents=2, past_key_values=cache).logits, expected)
     assert_same_maths(model(prompt(), latents=2, use_cache=False).logits, expected)
     tokens = model.generate(**PLAIN, max_new_tokens=LATENTS, latents=1, eos_token_id=None)
@@ -57,11 +57,11 @@ def test_the_loss_is_that_of_all_latents_before_each_rows_last_token(form):
         assert_same_maths(output.logits, model(ids, attention_mask=mask).logits, "logits do not depend on labels")
         losses = []
         for row, real in zip(ids, mask.bool(), strict=True):
-            logits = model.model(row[None, real][:, :-1])[0][0]
+            logits = model.decoder(row[None, real][:, :-1])[0][0]
             assert len(logits) == min(LATENTS, int(real.sum()) - 1)
             losses.append(F.cross_entropy(logits, row[real][-len(logits) :], reduction="none"))
         assert_same_maths(output.loss, torch.cat(losses).mean())
-        assert_same_maths(model(ids, **inputs, use_cache=False, output_logits=False).loss, output.loss)
+        assert_same_maths(model(ids, **inputs, use_cache=False, return_logits=False).loss, output.loss)
         total = model(ids, **inputs, num_items_in_batch=torch.tensor(2)).loss
         assert_same_maths(total, torch.cat(losses).sum() / 2)
 
@@ -72,7 +72,7 @@ def test_the_loss_is_that_of_all_latents_before_each_rows_last_token(form):
 def test_each_latent_has_a_label(latents, tokens, counted):
     """With a head of zeros each label costs log(vocabulary), so that the sum of losses counts labels."""
     model, ids = perceiver_ar("self", latents=latents), prompt(length=tokens)
-    torch.nn.init.zeros_(model.model.head_weight)
+    torch.nn.init.zeros_(model.decoder.head.weight)
     for module in (model.train(), model.eval()):
         labels = module(ids, labels=ids, num_items_in_batch=1).loss / math.log(VOCABULARY)
         assert_same_maths(labels, torch.tensor(2.0 * counted).double())
@@ -106,7 +106,7 @@ def test_kept_logits_are_places_among_the_latents():
 def test_generate_follows_the_mode_that_is_set_and_without_a_cache_exact():
     model, made_so = perceiver_ar(), perceiver_ar(decode="refill", refill=2)
     exact = model.generate(**PLAIN, **NEW)
-    model.model.set_decode("refill", 2)
+    model.decoder.set_decode("refill", 2)
     refilled = model.generate(**PLAIN, **NEW)
     assert_exact(refilled, made_so.generate(**PLAIN, **NEW))
     assert refilled.tolist() != exact.tolist()

@@ -79,7 +79,7 @@ def test_a_greedy_text_is_that_of_transformers(case, monkeypatch):
         model = theirs(case).double()
         expected = model.generate(TOKENS[:1, :9], max_new_tokens=24, do_sample=False, pad_token_id=0)[0, 9:].tolist()
     prompt = TOKENS[0, :9].tolist()
-    assert list(generate(from_transformers(model).model, prompt, max_tokens=24, temperature=0)) == expected
+    assert list(generate(from_transformers(model).decoder, prompt, max_tokens=24, temperature=0)) == expected
 
 
 def test_the_language_model_of_a_folder_with_images_is_taken(tmp_path):
@@ -110,7 +110,7 @@ def test_a_setting_of_projections_needs_one_layer_that_has_it():
 
 def test_dropout_is_that_of_full_attention_alone_and_norms_begin_with_a_scale_of_one():
     ours = from_transformers(theirs("qwen3_5", attention_dropout=0.25))
-    assert [block.attention.config.dropout for block in ours.model.blocks()] == [0.0, 0.0, 0.0, 0.25]
+    assert [block.attention.config.dropout for block in ours.decoder.blocks()] == [0.0, 0.0, 0.0, 0.25]
     assert to_transformers(ours).config.attention_dropout == 0.25
     fresh = build_model(ours.config.decoder_config())
     assert not any(p.any() for name, p in fresh.named_parameters() if name.split(".")[-2].endswith("norm"))
@@ -118,6 +118,6 @@ def test_dropout_is_that_of_full_attention_alone_and_norms_begin_with_a_scale_of
 
 def test_norms_of_an_imported_model_are_its_own_weights():
     model = theirs("qwen3_next")
-    ours = from_transformers(model).model.layers[3].attention
+    ours = from_transformers(model).decoder.layers[3].attention
     assert_exact(ours.query_norm.weight, model.model.layers[3].self_attn.q_norm.weight)
     assert ours.key_norm.eps == model.config.rms_norm_eps

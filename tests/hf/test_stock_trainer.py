@@ -64,4 +64,4 @@ def test_peft_trains_factors_alone(tmp_path):
             assert_exact(tensor, before[plain], name)
     changed = {name for name, p in adapted.merge_and_unload().named_parameters() if not torch.equal(p, before[name])}
     layers = ("attention.query", "feedforward.up", "feedforward.down")
-    assert changed == {f"model.layers.{i}.{name}.weight" for i in (0, 1) for name in layers}
+    assert changed == {f"model.decoder.layers.{i}.{name}.weight" for i in (0, 1) for name in layers}

@@ -59,6 +59,7 @@ ROPES = {
 }  # fmt: skip
 TOKENS = torch.randint(61, (2, 40), generator=torch.Generator().manual_seed(1))
 TIED, UNTIED, BIASES = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}, {"attention_bias": True}
+BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
 SERIAL = TIED | {"use_parallel_residual": False, "attention_bias": False}
 
 
@@ -71,9 +72,20 @@ CASES = {
     "llama_tied_biases": ("LlamaForCausalLM", SMALL | TIED | BIASES | {"mlp_bias": True, "rms_norm_eps": 1e-3}),
     "llama_head_dim": ("LlamaForCausalLM", SMALL | {"head_dim": 10, "num_key_value_heads": 1}),
     **{f"llama_{name}": ("LlamaForCausalLM", SMALL | rotated(500.0, **rope)) for name, rope in ROPES.items()},
+    "mistral": ("MistralForCausalLM", SMALL | {"sliding_window": 7, "head_dim": 10}),
+    "mistral_full": ("MistralForCausalLM", SMALL | TIED | {"sliding_window": None}),
+    "ministral": ("MinistralForCausalLM", SMALL | BOTH | {"sliding_window": 9, "head_dim": 6}),
     "qwen2": ("Qwen2ForCausalLM", SMALL),
+    "qwen2_window": (
+        "Qwen2ForCausalLM",
+        SMALL | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
+    ),
     "qwen2_tied": ("Qwen2ForCausalLM", SMALL | TIED | {"num_key_value_heads": 4}),
     "qwen3": ("Qwen3ForCausalLM", SMALL | {"head_dim": 8}),
+    "qwen3_windows": (
+        "Qwen3ForCausalLM",
+        SMALL | BOTH | {"use_sliding_window": True, "sliding_window": 9, "head_dim": 8},
+    ),
     "qwen3_biases": ("Qwen3ForCausalLM", SMALL | TIED | BIASES | {"head_dim": 6}),
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "gpt2_untied": ("GPT2LMHeadModel", GPT2 | UNTIED | {"n_inner": 36, "activation_function": "gelu"}),
@@ -145,7 +157,7 @@ def test_logits_and_gradients_are_those_of_transformers(case, monkeypatch):
     actual = ours(TOKENS, labels=TOKENS)
     actual.loss.backward()
     assert_same_maths(actual.logits, expected.logits, case)
-    gradients = {name: parameter.grad for name, parameter in ours.model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in ours.decoder.named_parameters()}
     theirs_too = {name: parameter.grad for name, parameter in model.named_parameters()}
     family = FAMILIES[model.config.model_type]
     for move in family.moves(canonical(ours.config.decoder_config())):
@@ -157,7 +169,9 @@ def test_logits_and_gradients_are_those_of_transformers(case, monkeypatch):
     assert all(bool(p.grad.any()) for p in ours.parameters() if p.numel() > 24)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3", "gpt2", "gpt_neox", "mamba2", "granite", "qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("case", [
+    "llama", "mistral", "ministral", "qwen3", "gpt2", "gpt_neox", "mamba2", "granite", "qwen3_5", "qwen3_next",
+])  # fmt: skip
 @torch.no_grad()
 def test_padding_and_the_cache_give_the_logits_of_transformers(case, monkeypatch):
     mask_BT = torch.ones(2, 40, dtype=torch.int64)
@@ -175,7 +189,7 @@ def test_padding_and_the_cache_give_the_logits_of_transformers(case, monkeypatch
     assert_same_maths(torch.cat(parts, 1)[real], expected_BTV[real], "cached")
 
 
-@pytest.mark.parametrize("case", ["llama_yarn", "qwen2", "gpt2", "gpt_neox", "mamba2", "granite", "qwen3_5"])
+@pytest.mark.parametrize("case", ["llama_yarn", "mistral", "qwen2", "gpt2", "gpt_neox", "mamba2", "granite", "qwen3_5"])
 @torch.no_grad()
 def test_float32_logits_are_as_near_to_the_exact_ones_as_those_of_transformers(case):
     model = theirs(case)
@@ -192,7 +206,8 @@ def test_there_and_back_gives_the_same_tensors_and_settings(case, tmp_path):
     back = to_transformers(ours, model.config.model_type)
     assert type(back) is type(model)
     fitting = to_transformers(ours).config.model_type  # the first family that fits
-    assert fitting == ("qwen3_5_text" if model.config.model_type == "qwen3_next" else model.config.model_type)
+    earlier = {"mistral_full": "llama", "qwen3_next": "qwen3_5_text", "qwen3_next_yarn": "qwen3_5_text"}
+    assert fitting == earlier.get(case, model.config.model_type)
     before, after = model.state_dict(), back.state_dict()
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -229,7 +244,6 @@ def test_a_hybrid_of_ours_goes_to_granite():
 
 @pytest.mark.parametrize(("case", "changes", "message"), [
     ("llama", {"hidden_act": "relu"}, "hidden_act='relu'"),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window=True"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
     ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop=0.3"),
     ("mamba2", {"use_conv_bias": False}, "mamba2 with use_conv_bias=False; use_conv_bias must be True"),
@@ -247,7 +261,11 @@ def test_settings_that_our_decoder_does_not_have_are_named(case, changes, messag
 @pytest.mark.parametrize(("change", "message"), [
     ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope'"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0\.5; it"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, "a layer of type 'sliding_attention';"),
+    ({"layer_types": ["full_attention", "chunked_attention"]}, "a layer of type 'chunked_attention'; layer_types must"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding attention and sliding_window=None; sliding_w"),
+    ({"is_causal": False}, "qwen3 with is_causal=False; is_causal must be True"),
+    ({"rms_norm_eps": 0.0}, r"qwen3 with rms_norm_eps=0\.0; rms_norm_eps must be above 0"),
+    ({"attention_dropout": 1.0}, r"with attention_dropout=1\.0; attention_dropout must be at least 0 and below 1"),
     ({"tie_word_embeddings": True}, r"should be tied, but 'lm_head\.weight' differs from its table"),
 ])  # fmt: skip
 def test_settings_changed_after_the_model_was_made_are_named(change, message):
@@ -259,7 +277,8 @@ def test_settings_changed_after_the_model_was_made_are_named(change, message):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"attention": "llp"}, "do not support attention 'llp', only 'full', 'gated_delta_net', 'mamba2'"),
+    ({"attention": "llp"}, "do not support attention 'llp', only 'full', 'gated_delta_net', 'mamba2', 'window'"),
+    ({"attention": "window", "options": {"window": {"sinks": 4}}}, r"mistral: options=\{'window': \{'sinks': 4\}"),
     ({"attention": "mamba2", "position": "none"}, "llama: it has no attention 'mamba2'; .*ff_dim=64"),
     ({"feedforward": "bilinear"}, "feedforward='bilinear'"),
     ({"loops": 2}, "loops=2"),
@@ -351,7 +370,7 @@ def test_tensors_that_are_not_all_used_or_misshapen_are_refused():
     assert_refused(
         (lambda: from_transformers(more), ValueError, "tensors that our decoder lacks: more"),
         (lambda: from_transformers(fewer), ValueError, r"no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"),
-        (lambda: from_transformers(other), ValueError, r"'model\.norm\.weight' must be \[24\], got \[5\]"),
+        (lambda: from_transformers(other), ValueError, r"'model\.decoder\.norm\.weight' must be \[24\], got \[5\]"),
         (lambda: to_transformers(ours), ValueError, r"tensors that llama lacks: model\.more"),
     )
 

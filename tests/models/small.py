@@ -66,7 +66,7 @@ def decoder(attention="full", **fields):
     torch.manual_seed(0)
     model = Decoder(DecoderConfig(**settings_of(attention, **fields))).double().eval()
     for name, bias in model.named_parameters():
-        if name.startswith(("pass_biases", "head_bias")):
+        if name.startswith(("pass_biases", "head.bias")):
             torch.nn.init.normal_(bias)
     return model
 
@@ -88,8 +88,8 @@ def perceiver_ar(form, options=None, **fields):
     options = {"perceiver_ar": {"latents": LATENTS, **HISTORIES[form], **(options or {})}}
     fields = {"attention": "perceiver_ar", "num_layers": 3, "max_positions": TOKENS} | fields
     model = PerceiverAR(DecoderConfig(**SHAPE | fields, options=options)).double().eval()
-    if model.head_bias is not None:
-        torch.nn.init.normal_(model.head_bias)
+    if model.head.bias is not None:
+        torch.nn.init.normal_(model.head.bias)
     return model
 
 

@@ -42,8 +42,8 @@ def passes_of(model, tokens):
             if model.config.feedforward != "none":
                 x = branch(model, block.feedforward_norm, block.feedforward, x)
         h = x if model.config.norm_position == "post" else model.norm(x)
-        z = h / model.config.logit_divisor @ (model.head or model.embedding.tokens).weight.mT
-        z = z if model.head_bias is None else z + model.head_bias
+        z = h / model.config.logit_divisor @ model.head.weight.mT
+        z = z if model.head.bias is None else z + model.head.bias
         if model.lookup is not None:
             z = z + F.silu(z @ model.lookup.up.weight.mT) @ model.lookup.down.weight.mT
         logits.append(z)
@@ -62,8 +62,8 @@ def test_the_decoder_is_its_equation(name, fields, tie_embeddings):
             torch.nn.init.normal_(weight)  # unlike another norm's
     expected = passes_of(model, tokens)
     assert_exact(model.embedding(tokens, 0, None), model.config.embedding_scale * model.embedding.tokens.weight[tokens])
-    assert (model.head is None) == tie_embeddings
-    assert (model.head_bias is None) == (not model.config.head_bias)
+    assert (model.head.weight is model.embedding.tokens.weight) == tie_embeddings
+    assert (model.head.bias is None) == (not model.config.head_bias)
     assert_same_maths(model(tokens)[0], expected[-1])
     assert_same_maths(model.logits(model.hidden(tokens)[0]), expected[-1])
     assert_same_maths(model.logits(model.vectors(tokens)[:, -1]), expected[-1][:, -1])
@@ -92,7 +92,7 @@ def test_padding_anywhere_is_as_if_removed(name, fields):
     for row, real in enumerate(mask):
         alone, own = model(tokens[row : row + 1, real])
         assert_same_maths(logits[row, real], alone[0])
-        if model.head_bias is None:
+        if model.head.bias is None:
             assert not logits[row, ~real].any()
         else:
             empty = model.logits(torch.zeros(16, dtype=torch.float64))
@@ -223,8 +223,8 @@ def test_dropout_acts_on_each_branch(silent):
     silenced = block.attention.out if silent == "attention" else block.feedforward.down
     torch.nn.init.zeros_(silenced.weight)
     x = torch.randn(4, 64, 16, dtype=torch.float64)
-    assert math.isclose((block(x, None, None)[0] == x).double().mean().item(), 0.5, abs_tol=0.05)
-    assert not (block.eval()(x, None, None)[0] == x).all()
+    assert math.isclose((block(x)[0] == x).double().mean().item(), 0.5, abs_tol=0.05)
+    assert not (block.eval()(x)[0] == x).all()
 
 
 def test_settings_reach_the_mechanisms_that_have_them():

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from subquad.attention import mechanism, names
 from subquad.models import Classifier, Encoder, EncoderConfig
 from subquad.ops import flops
+from subquad.state import State
 from subquad.testing import assert_exact, assert_same_maths
 from tests.models import small
 
@@ -36,7 +37,9 @@ def test_the_encoder_is_its_equation_and_a_memory_passes_from_layer_to_layer(nam
         z = x if post else block.attention_norm(x)
         if block.attention.name == "luna":
             assert block.attention.config.own_memory == (memory is None)
-            y, _, memory = block.attention.mix(z, None, None, memory)
+            handed = None if memory is None else State({"handed": memory}, block.attention.config_hash)
+            y, state = block.attention(z, handed)
+            memory = state["handed"]
         else:
             y = block.attention.definition(z)
         x = block.attention_norm(x + y) if post else x + y
@@ -70,13 +73,13 @@ def test_post_norm_blocks_are_torchs():
 def test_padding_anywhere_is_as_if_removed(name):
     for pooling in POOLINGS:
         model, tokens, mask = encoder(name, pooling=pooling), small.tokens(), small.mask()
-        vectors, pooled = model.read(tokens, mask)
+        vectors, pooled = model(tokens, mask, pooled=True)
         assert_exact(vectors, model(tokens, mask))
-        assert_exact(pooled, model.pooled(tokens, mask))
+        assert_exact(pooled, model(tokens, mask, pooled=True)[1])
         for row, real in enumerate(mask):
             alone = tokens[row : row + 1, real]
             assert_same_maths(vectors[row, real], model(alone)[0])
-            assert_same_maths(pooled[row], model.pooled(alone)[0])
+            assert_same_maths(pooled[row], model(alone, pooled=True)[1][0])
             assert not vectors[row, ~real].any()
 
 
@@ -87,7 +90,7 @@ def test_padding_anywhere_is_as_if_removed(name):
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4), pooling=st.sampled_from(POOLINGS))
 def test_pooling_is_over_real_tokens(lengths, pooling):
     model, tokens = encoder(pooling=pooling, num_layers=1), small.tokens(len(lengths), max(lengths))
-    vectors, pooled = model.read(tokens, torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])
+    vectors, pooled = model(tokens, torch.arange(max(lengths)) < torch.tensor(lengths)[:, None], pooled=True)
     assert vectors.shape == (*tokens.shape, 16)
     assert pooled.isfinite().all()
     for row, length in enumerate(lengths):
@@ -104,8 +107,8 @@ def test_the_class_token_is_a_token_before_the_others():
     model, tokens = encoder(pooling="class", position="none"), small.tokens()
     x = torch.cat([model.class_token.expand(3, 1, -1), model.embedding(tokens)], 1)
     for block in model.layers:
-        x = block(x, None, None)[0]
-    assert_same_maths(model.pooled(tokens), model.norm(x)[:, 0])
+        x = block(x)[0]
+    assert_same_maths(model(tokens, pooled=True)[1], model.norm(x)[:, 0])
     assert_same_maths(model(tokens), model.norm(x)[:, 1:])
 
 
@@ -135,7 +138,7 @@ def test_the_cost_is_what_torch_counts(name, pooling, towers):
 def test_two_towers_are_one_encoder_and_a_head_on_both_vectors(name):
     model, one, mask = small.classifier(name, position="learned", towers=2, dropout=0.3), small.tokens(), small.mask()
     other = one.flip(0).flip(1)
-    a, b = model.encoder.pooled(one, mask), model.encoder.pooled(other)
+    a, b = model.encoder(one, mask, pooled=True)[1], model.encoder(other, pooled=True)[1]
     hidden = F.gelu(model.head.hidden(torch.cat([a, b, a - b, a * b], 1)))
     assert model.head.hidden.weight.shape == (16, 64)
     assert_same_maths(model(one, mask, other), model.head.out(hidden))

@@ -184,7 +184,7 @@ def test_positions_are_added_to_values_or_concatenated_with_them(fields, channel
         expected = expected + axis.weight[place]
     nearby = model.embedding._values(torch.cat((recent, tokens), 1), 0).double()
     assert_same_maths(model.embedding(tokens, 0, recent), expected + nearby @ model.embedding.near.weight.mT)
-    assert (model.head is None) == (channels == 0), "the table is too narrow for the head"
+    assert (model.head.weight is model.embedding.tokens.weight) == (channels == 0), "the table is too narrow"
 
 
 POST = {"position": "sinusoidal", "position_channels": 8, "norm_position": "post", "feedforward": "relu"}
@@ -205,12 +205,13 @@ def test_the_papers_form_is_the_same_in_pieces_and_trains_every_parameter(name):
 
 
 @pytest.mark.parametrize(("output", "tied", "head", "bits"), [
-    ("categorical", True, None, 8.1), ("categorical", False, (256, 16), 8.1), ("logistic", True, (12, 16), 9.0),
+    ("categorical", True, (257, 16), 8.1), ("categorical", False, (256, 16), 8.1), ("logistic", True, (12, 16), 9.0),
 ])  # fmt: skip
 def test_before_training_all_levels_are_about_alike_and_the_head_keeps_float32(output, tied, head, bits):
     torch.manual_seed(0)
     model = ImageModel(image_config(output=output, mixtures=4, tie_embeddings=tied, init_std=0.02))
-    assert (None if model.head is None else model.head.weight.shape) == head
+    assert model.head.weight.shape == head
+    assert (model.head.weight is model.embedding.tokens.weight) == (head[0] == 257)
     assert model.loss(some_pixels(model)).item() / math.log(2) < bits
     with torch.autocast("cpu", torch.bfloat16):
         assert model(model.inputs(some_pixels(model)))[0].dtype == torch.float32

@@ -207,7 +207,7 @@ def averaged_by_ddp(group):
     model, ids = small_model().train(), draw_tokens(24)
     _, expected = gradients(model, model(ids, labels=ids).loss)
     row = ids[group.rank // 2][None]
-    model.model.gradient_checkpointing = True
+    model.model.decoder.gradient_checkpointing = True
     wrapped = DistributedDataParallel(model)
     with context_parallel(pair):
         wrapped(row, labels=row).loss.backward()

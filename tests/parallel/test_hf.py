@@ -20,7 +20,7 @@ def test_the_mean_over_the_ranks_is_the_loss_of_one_process(ranks, items):
         labels[:, 5:7] = -100  # on both sides of a cut
         whole = model(ids, labels=labels, num_items_in_batch=items).loss
         _, expected = cases.gradients(model, whole)
-        model.model.gradient_checkpointing = True
+        model.model.decoder.gradient_checkpointing = True
         with context_parallel(group):
             loss = model(ids, labels=labels, num_items_in_batch=items).loss
         _, actual = cases.gradients(model, loss)

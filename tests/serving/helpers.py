@@ -81,11 +81,11 @@ def slow():
     time.sleep(0.002)
 
 
-def make(decoder, *, config=None, template=None, api_key=None):
+def make(decoder, *, config=None, template=None, texts=None, api_key=None):
     """The application around a decoder; its state holds the engine and the metrics."""
     config, metrics = config or ServeConfig(), Metrics()
     engine = Engine(decoder, config, metrics)
-    texts = Texts(load_tokenizer("bytes"), template)
+    texts = texts or Texts(load_tokenizer("bytes"), template)
     app = make_app(engine, texts, config, Served("tiny", "linear", 123), metrics, api_key=api_key)
     app.state.engine, app.state.metrics = engine, metrics
     return app

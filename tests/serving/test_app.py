@@ -57,6 +57,7 @@ def test_a_completion_is_what_the_model_generates(client, model, tokens):
 @pytest.mark.parametrize("sampling", [
     {"temperature": 0.7, "seed": 5}, {"temperature": 1.5, "seed": 5, "top_k": 3}, {"seed": 5, "top_p": 0.3},
     {"seed": 5, "min_p": 0.5}, {"temperature": 0, "repetition_penalty": 3.0},
+    {"temperature": 0, "presence_penalty": 2.0, "frequency_penalty": 0.5},
 ])  # fmt: skip
 def test_every_way_to_sample_reaches_the_decoder(client, model, sampling):
     (choice,) = choices(client, prompt="hello", max_tokens=30, **sampling)
@@ -181,11 +182,33 @@ def test_a_chat_template_makes_the_prompt_and_may_refuse():
 def test_a_stop_token_ends_a_text_and_is_not_shown():
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.Fuse()
-    assert Texts(tokenizer, Template("", {"eos_token": "b"})).stop_tokens == {1, 2}
-    assert Texts(tokenizer).stop_tokens == {2}
     choice = Choice(0, TextStream(tokenizer, [0]))
     assert [choice.take(event) for event in (Event(0, 1, 10, 1.0), Event(0, 2, 10, 2.0, "stop"))] == ["b", ""]
     assert (choice.finish, choice.stats()["ended_by"]) == ("stop", "stop_token")
+
+
+def test_a_text_ends_at_the_tokens_of_the_model_and_of_the_request_but_not_too_early():
+    def counted(**body):  # the decoder counts up from the prompt: b c d e f ...
+        (choice,) = choices(client, prompt="a", max_tokens=20, **body)
+        return choice["text"], choice["subquad"]["ended_by"]
+
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.add_special_tokens(["f"])
+    with served(ScriptedDecoder(), texts=Texts(tokenizer, end_tokens=frozenset([ord("d")]))) as client:
+        assert counted() == ("bc", "stop_token")
+        assert counted(stop_token_ids=[ord("c")]) == ("b", "stop_token")
+        assert counted(ignore_eos=True, stop="f") == ("bcde", "stop_token"), "a special token has no text to be found"
+        assert counted(ignore_eos=True, stop="hi") == ("bcdeg", "stop_string")
+
+
+def test_bias_and_fewest_tokens_reach_the_decoder(model):
+    texts = Texts(load_tokenizer("bytes"), end_tokens=frozenset([ord("x")]))
+    with served(BatchDecoder(model, slots=2), texts=texts) as client:
+        always = {"prompt": "a", "max_tokens": 9, "temperature": 0, "logit_bias": {str(ord("x")): 100}}
+        assert [choice["text"] for choice in choices(client, **always)] == [""]
+        (choice,) = choices(client, **always, min_tokens=4)
+        assert choice["subquad"]["tokens"] == 5
+        assert [choice["text"] for choice in choices(client, **always, ignore_eos=True)] == ["x" * 9]
 
 
 def test_the_default_number_of_tokens_fits_the_table_of_positions():

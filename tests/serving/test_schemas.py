@@ -26,7 +26,7 @@ def error_of(answer, status):
     *(({"prompt": prompt}, "prompt", "a prompt may have 64 tokens, but this one has 65")
       for prompt in ("x" * 65, [1] * 65)),
     ({"prompt": [256]}, None, "the prompt's tokens must be between 0 and 255, got 256"),
-    ({"promt": "a"}, "promt", "unknown field 'promt'; did you mean 'prompt'? valid: max_tokens, min_p, model, n, "),
+    ({"promt": "a"}, "promt", "unknown field 'promt'; did you mean 'prompt'? valid: frequency_penalty, ignore_eos, "),
     ({"prompt": ["a", "b", "c"], "n": 3}, "n", "3 prompts times n=3 exceed the 8 sequences that the server takes"),
     ({"prompt": "a", "max_tokens": 33}, "max_tokens", "max_tokens must be at most 32, got 33"),
     *(({"prompt": "a", field: value}, field, f"{field} should be {rule}") for field, value, rule in (
@@ -35,7 +35,9 @@ def error_of(answer, status):
         ("temperature", -1, "greater than or equal to 0"), ("top_p", 0, "greater than 0"),
         ("top_k", 0, "greater than or equal to 1"), ("min_p", 1.5, "less than or equal to 1"),
         ("repetition_penalty", 0, "greater than or equal to 0.01"), ("stream", "yes", "a valid boolean"),
-        ("seed", 1 << 63, "less than 9223372036854775808"),
+        ("seed", 1 << 63, "less than 9223372036854775808"), ("presence_penalty", -2.1, "greater than or equal to -2"),
+        ("frequency_penalty", 3, "less than or equal to 2"), ("ignore_eos", 1, "a valid boolean"),
+        ("min_tokens", -1, "greater than or equal to 0"),
     )),
     *(({"prompt": "a", "stop": stop}, "stop", "stop must be a text of 1 to 1000 characters or a list of at most 4")
       for stop in ("", list("abcde"))),
@@ -43,9 +45,13 @@ def error_of(answer, status):
     ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options", "unknown field 'stream_options.x'"),
     *(({"prompt": "a", field: value}, field, f"{field} is not supported by this server; leave it out")
       for field, value in (
-        ("logprobs", 0), ("echo", 0), ("echo", True), ("best_of", 2), ("suffix", "b"), ("frequency_penalty", 0.1),
-        ("presence_penalty", -1), ("presence_penalty", False), ("logit_bias", {"5": 1}),
+        ("logprobs", 0), ("echo", 0), ("echo", True), ("best_of", 2), ("suffix", "b"),
     )),
+    *(({"prompt": "a", "logit_bias": bias}, "logit_bias", "logit_bias must map token ids, such as \"50256\", to ")
+      for bias in ([1], {"a": 1}, {"-1": 1}, {"5": 101}, {"5": True}, {"5": None}, {str(i): "x" for i in range(999)})),
+    ({"prompt": "a", "logit_bias": {"256": 1}}, None, "logit_bias has token 256; valid: 0 to 255"),
+    ({"prompt": "a", "max_tokens": 5, "min_tokens": 6}, "min_tokens", "min_tokens must be at most the 5 of max_tokens"),
+    ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids", "stop_token_ids.0 should be greater than or equal"),
 ])  # fmt: skip
 def test_a_wrong_completion_names_its_field(client, body, param, message):
     error = error_of(client.post(COMPLETIONS, json=body), 400)
@@ -64,8 +70,8 @@ SAID = [{"role": "user", "content": "a"}]
         ([{"role": "robot", "content": "a"}], "messages.0.role should be 'system', 'developer'"),
         ([{"role": "user", "content": "a", "x": 1}], "unknown field 'messages.0.x'"),
         ([{"role": "user", "content": "x" * 80}], "a prompt may have 64 tokens, but this one "),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content"),
-        ([{"role": "user", "content": [{"type": "text", "text": ""}] * 129}], "messages.0.content"),
+        *(([*SAID, {"role": "user", "content": content}], "messages.1.content must be a text or a list of at most 128")
+          for content in (None, 3, [{"type": "image_url"}], [{"type": "text", "text": ""}] * 129)),
     )),
     ({"messages": SAID, "prompt": "b"}, "prompt", "unknown field 'prompt'; "),
     ({"messages": SAID, "tools": [{}]}, "tools", "tools is not supported"),

@@ -6,6 +6,8 @@ import pytest
 
 from subquad.data import load_tokenizer
 from subquad.serving.texts import Template, Texts, read_template
+from subquad.training.runs import load_run
+from tests.cli.folders import save_model
 
 SETTINGS = {"chat_template": "{{ x }}", "eos_token": {"content": "</s>"}, "bos_token": "<s>", "pad_token": None}
 NAMED = [{"name": "tools", "template": "t"}, {"name": "default", "template": "{{ x }}"}]
@@ -38,6 +40,13 @@ def test_damaged_settings_are_named(tmp_path, settings, match):
     (tmp_path / "tokenizer_config.json").write_text(settings)
     with pytest.raises(ValueError, match=match):
         read_template(tmp_path)
+
+
+def test_the_texts_of_a_folder_know_its_template_and_all_its_end_tokens(tmp_path):
+    folder = save_model(tmp_path, eos_token_id=[3, 4])
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "a", "eos_token": "w5"}')
+    texts = Texts.of(load_run(folder))
+    assert (texts.end_tokens, texts.template) == ({3, 4, 5}, Template("a", {"eos_token": "w5"}))
 
 
 def test_a_prompt_without_tokens_is_refused():

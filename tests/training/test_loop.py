@@ -156,7 +156,7 @@ def test_recomputed_activations_change_no_bit(make_config, tmp_path):
     model = {"model.attention": ["llp", "latte"], "model.num_layers": 2, "model.position": "sinusoidal"}
     for again in (False, True):
         run = {"steps": 2, "eval_every": 0, "activation_checkpointing": again}
-        assert train(make_config(model, folder=str(again), **run)).model.model.gradient_checkpointing is again
+        assert train(make_config(model, folder=str(again), **run)).decoder.gradient_checkpointing is again
     assert_same_weights(tmp_path / "False", tmp_path / "True")
 
 
@@ -208,7 +208,7 @@ def test_mechanisms_hear_of_every_step_and_what_they_change_is_saved_and_resumed
     monkeypatch.setattr(Attention, "after_step", shrink)
     two_layers = {"model.num_layers": 2}
     whole = train(make_config(two_layers, folder="whole", eval_every=0))
-    layers = [id(block.attention) for block in whole.model.model.blocks()]
+    layers = [id(block.attention) for block in whole.decoder.blocks()]
     assert heard == [(layer, step) for step in (1, 2, 3, 4) for layer in layers], "once for all its batches"
     assert train(make_config(two_layers, max_minutes=1e-9, eval_every=0)).steps == 1
     assert_same_weights(whole.folder, train(make_config(two_layers, eval_every=0)).folder)

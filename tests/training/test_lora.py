@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from subquad.cli import main
-from subquad.hf import SubquadForImages, SubquadForSequenceClassification, lora
+from subquad.hf import SubquadEncoderForSequenceClassification, SubquadForImages, lora
 from subquad.hf.encoders import SubquadClassifierConfig
 from subquad.hf.image import SubquadImageConfig
 from subquad.testing import assert_exact
@@ -70,7 +70,7 @@ def test_a_run_keeps_only_the_adapter_and_leaves_the_base_unchanged(home, make_c
     assert result.config.model == plain.config.model
     tokens = torch.arange(20)[None]
     with torch.no_grad():
-        assert_exact(loaded.decoder(tokens)[0], result.model.eval().model(tokens)[0])
+        assert_exact(loaded.decoder(tokens)[0], result.model.eval().decoder(tokens)[0])
         assert not torch.equal(loaded.decoder(tokens)[0], plain.decoder(tokens)[0])
 
 
@@ -128,13 +128,18 @@ def test_a_base_of_another_tokenizer_is_refused_and_the_pooling_of_a_classifier_
     with pytest.raises(ValueError, match=r"differs from data.tokenizer='bytes'; leave it out"):
         train(config)
     pooled = SubquadClassifierConfig(**MODEL, vocab_size=3, pooling="class")
-    SubquadForSequenceClassification(pooled).save_pretrained(tmp_path / "class token")
+    SubquadEncoderForSequenceClassification(pooled).save_pretrained(tmp_path / "class token")
     assert with_base(make_config(labels(tmp_path / "class token"))).classify.pooling == "class"
 
 
-def test_a_checkpoint_is_a_base_with_the_tokenizer_of_its_run(home, make_config):
-    config = with_base(make_config(adapter(home / "base" / "checkpoints" / "checkpoint-2")))
-    assert config.data.tokenizer == str((home / "base" / "tokenizer.json").resolve())
+def test_a_checkpoint_is_a_base_with_its_tokenizer_or_that_of_its_run(home, make_config):
+    base = home / "base" / "checkpoints" / "checkpoint-2"
+    own = base / "tokenizer.json"
+    assert with_base(make_config(adapter(base))).data.tokenizer == str(own)
+    kept = own.read_bytes()
+    own.unlink()  # as earlier releases saved it
+    assert with_base(make_config(adapter(base))).data.tokenizer == str((home / "base" / "tokenizer.json").resolve())
+    own.write_bytes(kept)
 
 
 def test_a_model_of_images_is_adapted_to_images_of_its_size(make_config, tmp_path):

@@ -20,7 +20,7 @@ from subquad.training.saving import Checkpoints, Standing, load_rng, save_rng
 from subquad.training.task import weights_file
 from tests.training.helpers import assert_same_weights, raising, steps_of
 
-MODEL_FILES = {"config.json", "generation_config.json", "model.safetensors"}
+MODEL_FILES = {"config.json", "generation_config.json", "model.safetensors", "modeling_subquad.py"}
 ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors", "base.json"}
 
 
@@ -60,7 +60,8 @@ def checkpoints_in(root, names=MODEL_FILES, keep=1):
         for name in names:
             (folder / name).write_text(name)
 
-    task: Any = SimpleNamespace(save_weights=save_weights, config=SimpleNamespace(run=SimpleNamespace(keep=keep)))
+    config = SimpleNamespace(run=SimpleNamespace(keep=keep))
+    task: Any = SimpleNamespace(save_weights=save_weights, config=config, files={})
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -173,6 +174,7 @@ def test_nothing_pickled_is_saved(finished):
     folder = finished.folder / "checkpoints" / "checkpoint-4"
     pickles = {"optimizer.pt", "scheduler.pt"}
     plain = MODEL_FILES | {"manifest.json", "rng_state_0.safetensors", "trainer_state.json"}
+    plain |= {"tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in folder.iterdir()} == pickles | plain
     for name in pickles:
         torch.load(folder / name, weights_only=True)

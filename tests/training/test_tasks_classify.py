@@ -12,7 +12,8 @@ from subquad.attention import mechanism, names
 from subquad.cli import main
 from subquad.config import read_mapping
 from subquad.data import labelled
-from subquad.hf import SubquadForPreTraining, SubquadForSequenceClassification
+from subquad.hf import SubquadEncoderForSequenceClassification
+from subquad.hf.encoders import SubquadForPreTraining
 from subquad.recipes import recipe_path
 from subquad.training import TrainConfig, train
 from subquad.training.errors import CheckpointError
@@ -45,7 +46,7 @@ def test_a_run_keeps_all_that_it_measured(trained):
     config = TrainConfig.from_file(trained / "config.yaml")
     assert (config.task, config.model.vocab_size) == ("classify", 3)
     model = AutoModelForSequenceClassification.from_pretrained(trained)
-    assert isinstance(model, SubquadForSequenceClassification)
+    assert isinstance(model, SubquadEncoderForSequenceClassification)
     assert (model.config.id2label, model.config.pooling) == ({0: "marked zeros", 1: "marked ones"}, "last")
     assert model.num_parameters() == report["parameters"]
 
@@ -244,7 +245,7 @@ def test_a_joint_denoising_loss_is_added_to_the_labels_own(make_config):
     joint = pretraining(kind="none", joint_weight=1.0, mask_fraction=0.3, random_fraction=0.33)
     both = train(make_config(joint, folder="both", eval_every=0))
     plain = train(make_config(pretraining(kind="none"), folder="plain", eval_every=0))
-    assert isinstance(both.model, SubquadForSequenceClassification)
+    assert isinstance(both.model, SubquadEncoderForSequenceClassification)
     assert records(both.folder)[0]["loss"] > 1 + records(plain.folder)[0]["loss"], "about ln 4 more"
     assert both.parameters == plain.parameters + 16, "the mask token's row"
     assert not (both.folder / "pretrain").exists()

@@ -1,18 +1,20 @@
 """Language runs: packed documents, token shards, windows of Perceiver AR; and runs on a memory probe."""
 
+import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from subquad.config import read_mapping
 from subquad.data import write_tokens
 from subquad.data.probes import HELD_OUT, ProbeCorpus, probe_rows
 from subquad.data.token_set import ShardError
 from subquad.data.tokenizers import load_tokenizer
+from subquad.data.vocabularies import characters
 from subquad.evaluation.probes import overall, right_answers
-from subquad.models import Decoder
 from subquad.models.stacks import options_of
 from subquad.recipes import recipe_path, recipes
 from subquad.training import TrainConfig, train
@@ -42,6 +44,30 @@ def test_a_bad_shard_stops_a_run_or_is_skipped(make_config, text, tmp_path, capl
     assert "shard 00001.tokens of" in caplog.text
 
 
+def test_the_tokenizer_of_a_run_and_of_its_checkpoints_knows_its_end_and_its_padding(
+    make_config, text, tmp_path, caplog
+):
+    caplog.set_level("INFO")
+    (tmp_path / "words").mkdir()
+    words = characters(" ".join(map(chr, range(32, 127))) + "\n")
+    words.add_special_tokens(["<pad>", "<|im_end|>"])
+    words.save(str(tmp_path / "words" / "tokenizer.json"))
+    (tmp_path / "words" / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>", "pad_token": "<pad>"}')
+    data = {"data.path": str(text.parent / "texts"), "data.tokenizer": str(tmp_path / "words"), "data.held_out": 0.3}
+    run = train(make_config(data, prompt="l", steps=2, eval_every=0)).folder
+    assert "documents are separated by '<|im_end|>', token 97" in caplog.text
+    alone = Path(shutil.copytree(run / "checkpoints" / "checkpoint-2", tmp_path / "alone"))
+    for folder in (run, alone):
+        assert load_run(folder).end_tokens == {97}
+        tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+        assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (97, 96)
+        assert (model.config.eos_token_id, model.config.pad_token_id) == (97, 96)
+        batch = tokenizer(["line", "a longer line"], padding=True, return_tensors="pt")
+        assert model.generate(**batch, max_new_tokens=2).shape == (2, 13 + 2)
+    step = run / "checkpoints" / "checkpoint-2"
+    assert load_run(step).config == TrainConfig.from_file(run / "config.yaml"), "the settings are the run's"
+
+
 LENGTH = 32
 
 
@@ -51,12 +77,14 @@ def test_over_one_epoch_the_labels_cover_the_text(make_config, text, tmp_path, m
     """Counts how often each place of the text reaches the cross-entropy as a label."""
     places = Counter()
 
-    def loss_of_hidden(self, h_BMD, labels_BM, **kwargs):
+    def loss_of_passes(passes, labels_BT, *args):
+        (h_BMD,) = passes
+        labels_BM = labels_BT[:, -h_BMD.shape[1] :]
         assert labels_BM.shape == h_BMD.shape[:2]
         places.update(labels_BM[labels_BM >= 0].tolist())
         return h_BMD.sum()
 
-    monkeypatch.setattr(Decoder, "loss_of_hidden", loss_of_hidden)
+    monkeypatch.setattr("subquad.hf.model.loss_of_passes", loss_of_passes)
     (tmp_path / "short.py").write_text(text.read_text()[:500])
     config = make_config(perceiver(latents=latents, vary_latents=vary), {"data.path": str(tmp_path / "short.py")})
     task = prepare_task(config, None)
@@ -69,7 +97,7 @@ def test_over_one_epoch_the_labels_cover_the_text(make_config, text, tmp_path, m
         tokens = task.train[index]["input_ids"]
         here = torch.arange(index * stride, index * stride + LENGTH + 1)
         assert tokens.tolist() == task.data.train.tokens[here.numpy()].tolist()
-        model(tokens[None], labels=here[None], use_cache=False)
+        model(tokens[None], labels=here[None], use_cache=False, return_logits=False)
     assert set(range(LENGTH + 1 - stride, max(places) + 1)) <= set(places)
     assert len(task.data.train) - 1 - max(places) < stride
     if vary:
@@ -131,7 +159,7 @@ def test_a_perceiver_is_measured_on_its_latents(make_config):
     passkey = {"probe": {"name": "passkey", "digits": 3, "symbols": 4, "examples": 50, "held_out": 21}}
     result = train(make_config(PROBE, perceiver(latents=3), passkey, {"model.dropout": 0.0}, eval_windows=21))
     rows = held_out_rows(result.config)
-    assert records(result.folder)[-1]["eval_accuracy"] == overall(rows, right_answers(result.model.model, rows)).value
+    assert records(result.folder)[-1]["eval_accuracy"] == overall(rows, right_answers(result.decoder, rows)).value
     assert isinstance(result.corpus, ProbeCorpus)
 
 

@@ -2,6 +2,6 @@
 
 from subquad.evaluation.audit.adapters import Adapter
 from subquad.evaluation.audit.auditor import AuditConfig, audit, replay
-from subquad.evaluation.audit.report import AuditReport, Check
+from subquad.evaluation.audit.report import AuditReport
 
-__all__ = ["Adapter", "AuditConfig", "AuditReport", "Check", "audit", "replay"]
+__all__ = ["Adapter", "AuditConfig", "AuditReport", "audit", "replay"]

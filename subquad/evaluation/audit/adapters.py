@@ -104,13 +104,6 @@ def tensors_in(cache: Any) -> list[Tensor]:
     return found
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model's first parameter or buffer; the CPU if it has none."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return torch.device("cpu")
-
-
 def _mask_name(model: nn.Module) -> str | None:
     names = inspect.signature(model.forward).parameters
     return next((name for name in MASK_NAMES if name in names), None)
@@ -155,7 +148,7 @@ class TransformersAdapter(Adapter):
     def __init__(self, model: nn.Module) -> None:
         self.names = frozenset(inspect.signature(model.forward).parameters)
         self.cache_name = next((name for name in CACHE_NAMES if name in self.names), None)
-        inner = getattr(model, "model", None)
+        inner = getattr(model, "decoder", None)
         self.decoder = inner if isinstance(inner, Decoder) else None
         self.aligned_at_end = self.decoder is not None and self.decoder.predicts_last is not None
 

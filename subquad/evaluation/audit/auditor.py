@@ -15,10 +15,11 @@ from torch import nn
 
 from subquad.config import Config, check_at_least
 from subquad.evaluation.audit import checks
-from subquad.evaluation.audit.adapters import Adapter, adapter_for, device_of
+from subquad.evaluation.audit.adapters import Adapter, adapter_for
 from subquad.evaluation.audit.case import Case, compare, limit
 from subquad.evaluation.audit.probe import DTYPES, Probe, Refused, growth, make_probe
 from subquad.evaluation.audit.report import CHECKS, AuditReport, Check, Replayed
+from subquad.inference import device_of
 from subquad.version import __version__
 
 

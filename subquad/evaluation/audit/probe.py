@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from subquad.evaluation.audit.adapters import Adapter, device_of, tensors_in
+from subquad.evaluation.audit.adapters import Adapter, tensors_in
 from subquad.evaluation.audit.report import Check
+from subquad.inference import device_of
 
 logger = logging.getLogger(__name__)
 

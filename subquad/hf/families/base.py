@@ -54,6 +54,8 @@ class Family:
     """Mechanisms that its layers can be; `settings` says which by `attention` and `options`, unless all are full."""
     holder: str | None = None
     """`model_type` of the models for images and text whose language model, with its `text_config`, it is."""
+    buffers: tuple[str, ...] = ()
+    """Endings of tensors in old checkpoints that are no weights, besides those that transformers leaves out itself."""
 
 
 NAMES = {
@@ -134,7 +136,19 @@ def parted(theirs: str, ours: Mapping[str, int], *, heads: int = 1) -> Move:
 
 
 def taken(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return settings by our names, from a configuration that has them by theirs; `names` maps ours to theirs."""
+    """Return settings by our names, from a configuration that has them by theirs; `names` maps ours to theirs.
+
+    Raises `ValueError` for a number that no model of ours has: a size, constant or scale of 0 or less, or a dropout
+    outside of [0, 1).
+    """
+    for name in names.values():
+        value, dropout = getattr(config, name), "drop" in name
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and not (0 <= value < 1 if dropout else value > 0):
+            raise ValueError(
+                f"our decoder does not support {config.model_type} with {name}={value!r}; {name} must be "
+                f"{'at least 0 and below 1' if dropout else 'above 0'}"
+            )
     return {ours: getattr(config, theirs) for ours, theirs in names.items()}
 
 

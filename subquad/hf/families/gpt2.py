@@ -64,4 +64,11 @@ def _moves(config: DecoderConfig) -> list[Move]:
     return moves
 
 
-GPT2 = Family(name="gpt2", model="GPT2LMHeadModel", settings=_settings, config=_config, moves=_moves)
+GPT2 = Family(
+    name="gpt2",
+    model="GPT2LMHeadModel",
+    settings=_settings,
+    config=_config,
+    moves=_moves,
+    buffers=(".attn.masked_bias",),
+)

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from subquad.config import suggest
-from subquad.layers.scaling import RopeScaling
+from subquad.layers.scaling import RopeScaling, rotated_channels
 from subquad.models.config import DecoderConfig
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,10 @@ def check(config: Any) -> None:
 
 
 def read(config: Any, *, partial: bool = False) -> dict[str, Any]:
-    """Return `rope_base`, `rope_fraction`, `rope_scaling`; raises as `check`, and for a fraction unless `partial`."""
+    """Return `rope_base`, `rope_fraction`, `rope_scaling`.
+
+    Raises as `check`, for a fraction of the channels unless `partial`, and for an odd number of rotated channels.
+    """
     check(config)
     values = dict(config.rope_parameters)
     kind = values.get("rope_type", "default")
@@ -49,6 +52,13 @@ def read(config: Any, *, partial: bool = False) -> dict[str, Any]:
     if fraction != 1 and not partial:
         raise ValueError(
             f"our decoder does not support {config.model_type} with partial_rotary_factor={fraction}; it must be 1"
+        )
+    channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotated = rotated_channels(channels, fraction)
+    if rotated % 2 or not rotated:
+        raise ValueError(
+            f"our decoder does not support {config.model_type} with head_dim={channels} and "
+            f"partial_rotary_factor={fraction}; they must rotate an even number of channels, got {rotated}"
         )
     return {
         "rope_base": float(values["rope_theta"]),

@@ -1,0 +1,29 @@
+"""Whether modules do more than their own forward pass, so that their weights can't be read in place of a call."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules import module as globally
+from torch.nn.utils.parametrize import is_parametrized
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def attached(model: nn.Module) -> str | None:
+    """Return the first module of `model` with something attached to it, and what, or None.
+
+    Hooks (offloading, pruning, weight norm), parametrisations, adapters of PEFT and a replaced `forward` (accelerate)
+    count. They live on the call of a module; what reads its weights would leave them out.
+    """
+    if any(getattr(globally, f"_global{name}") for name in HOOKS):
+        return "all modules have a hook"
+    for name, module in model.named_modules():
+        if any(getattr(module, kind) for kind in HOOKS):
+            return f"{name or 'the model'} has a hook"
+        if "forward" in vars(module):
+            return f"{name or 'the model'} has another forward"
+        if is_parametrized(module):
+            return f"{name} is parametrised"
+        if hasattr(type(module), "adapter_layer_names"):
+            return f"{name} has an adapter"
+    return None
