@@ -22,6 +22,7 @@ from subquad.cli import guarded
 from subquad.cli.arguments import Parser
 from subquad.cli.tables import console, print_table
 from subquad.config import suggest
+from subquad.options import options
 
 OVERVIEW = """\
 usage: python -m benchmarks WHAT [options]
@@ -121,9 +122,8 @@ def make_parser(what: str) -> Parser:
     """Return the parser of a benchmark: its configuration's fields and the output options."""
     name, (config, _, measure) = f"python -m benchmarks {what}", BENCHMARKS[what]
     description = (measure.__doc__ or "").partition("\n")[0]
-    parser, documented = Parser(description=description, prog=name, usage=f"{name} [options]"), Parser()
-    documented.add_config(config)
-    helps = documented.helps()
+    parser = Parser(description=description, prog=name, usage=f"{name} [options]")
+    helps = {option: meaning for option, _, _, meaning in options(config)}
     for option, default in config().to_dict().items():  # lists are given as a,b,c
         if option == "options":
             parser.add_options("Options of a mechanism, such as --options.llp.segment 512.")

@@ -87,6 +87,7 @@ def run(name: str, folder: Path, steps: int | None) -> dict[str, Any]:
         bits_per_byte=evaluation.bits_per_byte,
         files_hash=corpus.fingerprint[:16],
         steps=result.steps,
+        tokens=result.tokens,
         train_tokens_per_second=speeds[-1],
     )
     write_report(report, folder)

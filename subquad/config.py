@@ -23,6 +23,48 @@ _LATER = "later"
 _MOST_NAMED, _FEW = 20, 8
 """Largest number of choices that an error lists in full, and how many it lists of more."""
 
+_ELSEWHERE = {
+    other: ours
+    for ours, others in {
+        "dim": "hidden_size d_model n_embd embed_dim",
+        "num_layers": "num_hidden_layers n_layer n_layers",
+        "num_heads": "num_attention_heads n_head n_heads nhead",
+        "num_kv_heads": "num_key_value_heads n_kv_heads",
+        "head_dim": "head_size d_head",
+        "width": "sliding_window window_size",
+        "causal": "is_causal",
+        "ff_dim": "intermediate_size dim_feedforward d_ff n_inner",
+        "feedforward": "hidden_act activation_function",
+        "max_positions": "max_position_embeddings n_positions",
+        "norm_eps": "rms_norm_eps layer_norm_eps layer_norm_epsilon",
+        "rope_base": "rope_theta",
+        "rope_fraction": "partial_rotary_factor",
+        "qkv_bias": "attention_bias",
+        "tie_embeddings": "tie_word_embeddings",
+        "init_std": "initializer_range",
+        "auto": "cuda gpu",
+        "full": "sdpa softmax mha attention eager flash flash_attention flash_attention_2",
+        "mamba2": "mamba ssm ssd",
+        "mlstm": "xlstm",
+        "shifted": "longlora",
+        "window": "swa",
+    }.items()
+    for other in others.split()
+}
+"""Our names of options and mechanisms by those of transformers, PyTorch and papers: what users type first."""
+_INSTEAD = {
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
+        "there is no mixture of experts (docs/limits.md)",
+    ),
+    "alibi": "there are no ALiBi biases (docs/limits.md)",
+    "add_cross_attention": "there is no cross-attention (docs/limits.md)",
+    "gqa": "grouped queries are an option: 'full' with num_kv_heads",
+    "mqa": "grouped queries are an option: 'full' with num_kv_heads=1",
+    "rwkv": "there is no RWKV, 'gla' (version 6) and 'kda' (version 7) are nearest",
+}
+"""What to say of names that have no equal here."""
+
 
 def check_at_least(least: float, prefix: str = "", /, **numbers: float | None) -> None:
     """Raise `ValueError` for a number below `least`, named with `prefix`; None is accepted."""
@@ -49,11 +91,20 @@ def suggest(word: str, choices: Iterable[str]) -> str:
     """Return the end of an error message that lists the valid choices, the nearest first; of many only the nearest."""
     valid = sorted(choices)
     near = difflib.get_close_matches(word, valid, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = known_elsewhere(word, valid) or (f"did you mean {near[0]!r}? " if near else "")
     if len(valid) <= _MOST_NAMED:
         return f"{hint}valid: {', '.join(valid)}"
     nearest = difflib.get_close_matches(word, valid, n=_FEW, cutoff=0.0)
     return f"{hint}valid: {', '.join(nearest)} and {len(valid) - _FEW} more"
+
+
+def known_elsewhere(word: str, choices: Iterable[str]) -> str:
+    """Return a hint, and a space, for what other libraries call one of `choices` or have and we lack; else nothing."""
+    group, dot, name = word.rpartition(".")
+    if name in _INSTEAD:
+        return f"{_INSTEAD[name]}; "
+    ours = f"{group}{dot}{_ELSEWHERE.get(name, '')}"
+    return f"did you mean {ours!r}? " if ours in choices else ""
 
 
 def later(default: Any) -> Any:
@@ -64,6 +115,18 @@ def later(default: Any) -> Any:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """A frozen, keyword-only dataclass with strict reading and a stable digest."""
+
+    def __new__(cls, *_: Any, **values: Any) -> Self:
+        cls._check_keys(values, TypeError)
+        return super().__new__(cls)
+
+    @classmethod
+    def _check_keys(cls, keys: Iterable[Any], error: type[Exception], where: str = "") -> None:
+        """Raise `error` for a key that is no field, with the valid ones."""
+        known = {f.name for f in dataclasses.fields(cls) if f.init}
+        for key in keys:
+            if key not in known:
+                raise error(f"{cls.__qualname__} has no key {_join(where, str(key))!r}; {suggest(str(key), known)}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "") -> Self:
@@ -76,13 +139,11 @@ class Config:
             raise TypeError(f"{where or cls.__name__} must be a mapping, got {values!r}")
         hints = typing.get_type_hints(cls)
         fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
-        for key in values:
-            if key not in fields:
-                raise ValueError(f"{cls.__name__} has no key {_join(where, str(key))!r}; {suggest(str(key), fields)}")
+        cls._check_keys(values, ValueError, where)
         for name, field in fields.items():
             required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
             if required and name not in values:
-                raise ValueError(f"{cls.__name__} needs the key {_join(where, name)!r}")
+                raise ValueError(f"{cls.__qualname__} needs the key {_join(where, name)!r}")
         return cls(**{key: _convert(value, hints[key], _join(where, key)) for key, value in values.items()})
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Memory: total and free bytes, freed memory kept by the process, huge pages."""
+"""Memory: total and free bytes, freed memory kept by the process, errors of too little, huge pages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,17 @@ from torch import Tensor
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
 ALLOCATOR = ((MMAP_MAX, 0), (TRIM_THRESHOLD, -1))
 """Settings of glibc's `mallopt`: take every block from the heap, and never give free heap back."""
+_TEXTS = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
+"""Texts of the RuntimeErrors that PyTorch raises when the CPU is out of memory."""
 LEAST_BYTES = 4 << 20
 """Smaller tensors come from memory that the process already holds, so no huge pages are requested."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` means that the GPU or the CPU is out of memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
 
 
 def keep_freed_memory() -> bool:

@@ -7,16 +7,17 @@ import json
 import logging
 import os
 import struct
-import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils import _pytree as pytree
 
 from subquad.parsing import decoded, parse_json
+from subquad.tracing import has_values
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,8 @@ FORMAT_VERSION = 2
 UNCHECKED_VERSION = 1
 """The format version without checksums, which is still read."""
 CHECKSUM_DIGITS = 64
-SPARE, LEAST_SPARE = 8, 16
-"""Spare room of a growing cache: one token more for each of these, and at least this many."""
+COUNTS = ("seen", "start")
+"""Entries that count the tokens of one sequence; all other numbers of a state belong to the model."""
 
 
 class State:
@@ -34,6 +35,9 @@ class State:
 
     `seen` holds how many real tokens were read: an `int` where all rows agree, else a `[B]` tensor. `config_hash` ties
     a state to the configuration of the layer or model that made it.
+
+    A state is a pytree: `torch.export` takes it as an input, `torch.func.vmap` maps over it. There its integers are
+    tensors without a dimension, so that an exported step does not hold them as constants.
     """
 
     def __init__(self, entries: Mapping[str, Tensor | int | State], config_hash: str = "") -> None:
@@ -74,16 +78,27 @@ class State:
     @property
     def nbytes(self) -> int:
         """Total bytes of all tensors in the tree."""
-        return sum(entry.nbytes for entry in self.entries.values() if not isinstance(entry, int))
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     @property
     def batch(self) -> int | None:
         """Number of sequences, by the first tensor; None without tensors."""
-        for entry in self.entries.values():
-            found = entry.batch if isinstance(entry, State) else entry.shape[0] if isinstance(entry, Tensor) else None
+        for entry in self.entries.values():  # a plain loop: each layer asks in each decoding step
+            if isinstance(entry, State):
+                found = entry.batch
+            else:
+                found = entry.shape[0] if isinstance(entry, Tensor) and entry.ndim else None
             if found is not None:
                 return found
         return None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors of the tree."""
+        for entry in self.entries.values():
+            if isinstance(entry, State):
+                yield from entry.tensors()
+            elif isinstance(entry, Tensor):
+                yield entry
 
     def without(self, name: str) -> State:
         """Return the state without one of its entries."""
@@ -100,6 +115,44 @@ class State:
             for name, entry in self.entries.items()
         }
         return State(changed, self.config_hash)
+
+    def detach(self) -> State:
+        """Return the state without the graph that made it."""
+        return self.map(Tensor.detach)
+
+    def select(self, rows: Tensor | Sequence[int] | Sequence[bool]) -> State:
+        """Return the state of some rows: their numbers in any order, also repeated, or a bool for each row.
+
+        Raises `ValueError` for anything else than whole numbers or `[B]` bools in one dimension.
+        """
+        index = torch.as_tensor(rows)
+        if index.numel() == 0 and not isinstance(rows, Tensor):
+            index = index.long()
+        whole = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
+        if index.ndim != 1 or not (whole or (index.dtype == torch.bool and self.batch in (None, len(index)))):
+            raise ValueError(
+                f"rows must be whole numbers or a bool for each of the {self.batch} rows, in one dimension, "
+                f"got {index.dtype} {tuple(index.shape)}"
+            )
+        return self.map(lambda x: x[index.to(x.device)] if x.ndim else x)
+
+    @staticmethod
+    def cat(states: Sequence[State]) -> State:
+        """Return the state of all rows of `states`, in their order.
+
+        The states are of one model, and their rows may have read different numbers of tokens: keys and values are
+        aligned at their ends, and the entries before a row's first token are never read. Raises `ValueError` for no
+        states, and for states of different configurations or decoding modes.
+        """
+        states = list(states)
+        if not states or not all(isinstance(state, State) for state in states):
+            kinds = ", ".join(type(state).__name__ for state in states)
+            raise ValueError(f"cat needs a list of one or more states, got [{kinds}]")
+        return _cat(states, any(len({state.entries.get(name) for state in states}) > 1 for name in COUNTS))
+
+    def with_counts_by_row(self) -> State:
+        """Return the state with its counts as tensors `[B]`, also where all rows agree."""
+        return _cat([self], True)
 
     def check(self, config_hash: str, owner: str, batch: int | None = None) -> None:
         """Raise `ValueError` if another configuration made the state, or (with `batch`) it has another batch size."""
@@ -189,6 +242,68 @@ class State:
         return state
 
 
+def check_is_state(state: object) -> None:
+    """Raise `TypeError` unless `state` is a `State` or None; a mask in its place is told its name."""
+    if state is not None and not isinstance(state, State):
+        raise TypeError(
+            f"state must be a State that an earlier call returned, got {type(state).__name__}; give a mask by its "
+            "name: layer(x, mask=mask)"
+        )
+
+
+def fitted(entry: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return `entry` `[B, ...]` with `shape` after B: cut each dimension, or pad it with zeros, at the front."""
+    for dim, size in enumerate(shape, 1):
+        extra = size - entry.shape[dim]
+        if extra < 0:
+            entry = entry.narrow(dim, -extra, size)
+        elif extra > 0:
+            zeros = entry.new_zeros((*entry.shape[:dim], extra, *entry.shape[dim + 1 :]))
+            entry = torch.cat([zeros, entry], dim)
+    return entry
+
+
+def _cat(states: Sequence[State], by_row: bool) -> State:
+    """Join states; with `by_row` counts become tensors `[B]`, on the device of the states' other tensors."""
+    device = next((x.device for state in states for x in state.tensors()), None)
+    batches = [1 if state.batch is None else state.batch for state in states]
+    return _joined(states, batches, torch.zeros(1, dtype=torch.long, device=device) if by_row else None)
+
+
+def _joined(states: Sequence[State], batches: Sequence[int], count_1: Tensor | None) -> State:
+    """Join states of `batches` rows; counts become tensors like `count`, if it is given."""
+    if len(hashes := {state.config_hash for state in states}) > 1:
+        raise ValueError(f"states of one configuration can be joined, got {', '.join(sorted(hashes))}")
+    entries: dict[str, Tensor | int | State] = {}
+    for name in dict.fromkeys(name for state in states for name in state.entries):
+        found = [state.entries.get(name) for state in states]
+        like = next(entry for entry in found if entry is not None)
+        if isinstance(like, int) and name in COUNTS and count_1 is not None:
+            like = count_1
+        if isinstance(like, State):
+            children = [entry if isinstance(entry, State) else State({}, like.config_hash) for entry in found]
+            entries[name] = _joined(children, batches, count_1)
+        elif isinstance(like, Tensor):
+            rows = [_rows(entry, batch, like) for entry, batch in zip(found, batches, strict=True)]
+            shape = tuple(max(sizes) for sizes in zip(*(row.shape[1:] for row in rows), strict=True))
+            entries[name] = torch.cat([fitted(row, shape) for row in rows])
+        elif any(entry not in (None, like) for entry in found):
+            raise ValueError(f"states with the same {name} can be joined, got {', '.join(map(str, found))}")
+        else:
+            entries[name] = like
+    return State(entries, states[0].config_hash)
+
+
+def _rows(entry: Tensor | int | State | None, batch: int, like: Tensor) -> Tensor:
+    """Return the `batch` rows of an entry: a tensor as it is, a number for each, None as zeros."""
+    if isinstance(entry, Tensor):
+        return entry.to(like.device, like.dtype) if entry.ndim else entry.to(like.device).expand(batch)
+    if entry is None:
+        return like.new_zeros((batch, *like.shape[1:]))
+    assert isinstance(entry, int)
+    return like.new_full((batch,), entry)
+
+
 def weights_hash(model: nn.Module) -> str:
     """Return sixteen hexadecimal digits that differ when any parameter or saved buffer of `model` differs.
 
@@ -244,7 +359,7 @@ def _flatten(state: State, prefix: str, tensors: dict, numbers: dict, hashes: di
         path = f"{prefix}/{name}" if prefix else name
         if isinstance(entry, State):
             _flatten(entry, path, tensors, numbers, hashes)
-        elif isinstance(entry, Tensor):
+        elif isinstance(entry, Tensor) and entry.ndim:
             # A copy, since safetensors refuses tensors that share memory.
             tensors[path] = entry.detach().clone(memory_format=torch.contiguous_format)
         else:
@@ -277,79 +392,50 @@ def _nest(tensors: Mapping[str, Tensor], numbers: Mapping[str, int], hashes: Map
     return states[""]
 
 
-def appended(old_BGNK: Tensor, new_BGTK: Tensor, /) -> Tensor:
-    """Return `cat([old, new], 2)`; without gradients, copy `old` only if the memory behind it is in use.
-
-    Copying a cache for every token would cost as much again as reading it. The result has spare room behind it, and the
-    first continuation writes there: `old` itself never changes, and a second continuation of the same state copies.
-    """
-    N, S = old_BGNK.shape[2], old_BGNK.shape[2] + new_BGTK.shape[2]
-    recorded = torch.compiler.is_compiling() or type(new_BGTK) is not Tensor
-    if torch.is_grad_enabled() or recorded or S == N or old_BGNK.dtype != new_BGTK.dtype:
-        return torch.cat([old_BGNK.to(new_BGTK.dtype), new_BGTK], 2)
-    room: _Room | None = _ROOMS.get(old_BGNK)
-    if room is None or not room.claim(N, S):
-        room = _Room(new_BGTK.new_empty(*old_BGNK.shape[:2], S + max(LEAST_SPARE, S // SPARE), old_BGNK.shape[3]), S)
-        room.buffer[:, :, :N] = old_BGNK
-    room.buffer[:, :, N:S] = new_BGTK
-    all_BGSK: Tensor = room.buffer[:, :, :S]
-    _ROOMS[all_BGSK] = room
-    return all_BGSK
+Constant = tuple[tuple[str, ...], str]
+"""What is constant in a state as a pytree: the names of its children, and its configuration's hash."""
 
 
-class _Room:
-    """A buffer whose first `used` slots along dimension 2 are in use."""
-
-    def __init__(self, buffer: Tensor, used: int) -> None:
-        self.buffer = buffer
-        self.used = used
-        self.lock = threading.Lock()
-
-    def claim(self, begin: int, end: int) -> bool:
-        """Take the slots from `begin` to `end`; False if they are in use or don't exist."""
-        if self.buffer.is_inference() and not torch.is_inference_mode_enabled():
-            return False
-        with self.lock:
-            if self.used != begin or end > self.buffer.shape[2]:
-                return False
-            self.used = end
-            return True
+def _leaves(state: State) -> tuple[list[Any], Constant]:
+    return [count_leaf(entry) for entry in state.entries.values()], (tuple(state.entries), state.config_hash)
 
 
-# Not an attribute of the tensors: copies, by `copy` or `pickle`, would carry it with them.
-_ROOMS = WeakTensorKeyDictionary()
+def _named_leaves(state: State) -> tuple[list[tuple[Any, Any]], Constant]:
+    leaves, constant = _leaves(state)
+    return [(pytree.MappingKey(name), leaf) for name, leaf in zip(constant[0], leaves, strict=True)], constant
 
 
-def advance(seen: int | Tensor, tokens: int, lengths_B: Tensor | None) -> int | Tensor:
-    """Return the tokens seen after `tokens` more slots, of which row b has `lengths_B[b]` real ones."""
-    return seen + tokens if lengths_B is None else torch.as_tensor(seen, device=lengths_B.device) + lengths_B
+def _from_leaves(leaves: Iterable[Any], constant: Constant) -> State:
+    names, config_hash = constant
+    return State({name: leaf_count(leaf) for name, leaf in zip(names, leaves, strict=True)}, config_hash)
 
 
-def last_slots(x_BGSK: Tensor, kept: int, lengths_B: Tensor | None) -> Tensor:
-    """Return the last `kept` real slots of each row; a shorter row repeats slot 0, at a negative position."""
-    S = x_BGSK.shape[2]
-    if lengths_B is None and kept == S:
-        return x_BGSK
-    if lengths_B is None:
-        last_BGSK = x_BGSK[:, :, S - kept :]
-        # A copy where a small cache would keep a long prompt alive; decoding drops a token and copies nothing.
-        spare = S - kept
-        return last_BGSK if spare <= kept // SPARE else last_BGSK.clone(memory_format=torch.contiguous_format)
-    slots_BS = (lengths_B[:, None] - kept + torch.arange(kept, device=x_BGSK.device)).clamp(min=0)
-    return x_BGSK.gather(2, slots_BS[:, None, :, None].expand(*x_BGSK.shape[:2], kept, x_BGSK.shape[3]))
+def _constant_of(text: str) -> Constant:
+    names, config_hash = parse_json(text, "a state's names")
+    return tuple(names), config_hash
 
 
-def first_slots(new_BGTK: Tensor, old_BGNK: Tensor | None, seen: int | Tensor, count: int) -> Tensor:
-    """Return the first `count` tokens of each row: `old` up to `seen`, then new ones; empty slots hold any others."""
-    B, G, T, K = new_BGTK.shape
-    if T == 0 or count == 0:
-        return new_BGTK.new_zeros(B, G, count, K) if old_BGNK is None else old_BGNK
-    if old_BGNK is None:
-        return new_BGTK[:, :, torch.arange(count, device=new_BGTK.device).clamp(max=T - 1)]
-    place_N = torch.arange(count, device=new_BGTK.device)
-    both_BGSK = torch.cat([old_BGNK.to(new_BGTK.dtype), new_BGTK], 2)
-    if isinstance(seen, int):
-        return both_BGSK[:, :, torch.where(place_N < seen, place_N, count + (place_N - seen).clamp(0, T - 1))]
-    seen_B1 = seen.to(new_BGTK.device)[:, None]
-    place_BN = torch.where(place_N < seen_B1, place_N, count + (place_N - seen_B1).clamp(0, T - 1))
-    return both_BGSK.gather(2, place_BN[:, None, :, None].expand(B, G, count, K))
+def count_leaf(entry: Any) -> Any:
+    """Return a number as a pytree has it, a tensor without a dimension; anything else as it is."""
+    return torch.tensor(entry, device="cpu") if isinstance(entry, int) else entry
+
+
+def leaf_count(leaf: Any) -> Any:
+    """Undo `count_leaf`, but where the value of a tensor is not known: in an exported step, or inside `vmap`."""
+    if not isinstance(leaf, Tensor) or leaf.ndim or not has_values(leaf):
+        return leaf
+    if leaf.is_floating_point() or leaf.is_complex():
+        raise ValueError(f"a state's counts are whole numbers, got {leaf.dtype}: cast its floating-point tensors alone")
+    return int(leaf)
+
+
+pytree.register_pytree_node(
+    State,
+    _leaves,
+    _from_leaves,
+    serialized_type_name="subquad.State",
+    to_dumpable_context=json.dumps,
+    from_dumpable_context=_constant_of,
+    flatten_with_keys_fn=_named_leaves,
+)
+torch.serialization.add_safe_globals([State])  # for `torch.load` of a state, and of what holds one

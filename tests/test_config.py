@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import json
 from dataclasses import dataclass, field
@@ -105,6 +106,34 @@ def test_wrong_keys_and_choices_are_answered_with_the_valid_ones(values, message
     if not values:
         with pytest.raises(ValueError, match=r"^Outer needs the key 'run\.model\.size'$"):
             Outer.from_dict({}, where="run.model")
+
+
+def test_a_constructor_names_an_unknown_keyword_and_copies_need_none():
+    with pytest.raises(TypeError, match=r"^Outer has no key 'raet'; did you mean 'rate'\? valid: anything, either, "):
+        Outer(size=1, raet=1.0)
+    with pytest.raises(TypeError, match=r"^Inner has no key 'wide'; did you mean 'width'\?"):
+        Inner().replace(wide=1)
+    assert copy.deepcopy(FULL) == FULL
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wide(Config):
+    dim: int = 4
+    num_kv_heads: int = 1
+
+
+@pytest.mark.parametrize(("key", "hint"), [
+    ("hidden_size", r"did you mean 'dim'\?"), ("n_embd", r"did you mean 'dim'\?"),
+    ("num_key_value_heads", r"did you mean 'num_kv_heads'\?"),
+    ("rope_theta", "valid: dim, num_kv_heads"),  # rope_base is no field of this one
+    ("num_experts", r"there is no mixture of experts \(docs/limits\.md\); valid: "),
+])  # fmt: skip
+def test_names_of_other_libraries_are_answered_with_ours(key, hint):
+    with pytest.raises(TypeError, match=f"^Wide has no key '{key}'; {hint}"):
+        Wide(**{key: 3})
+    with pytest.raises(ValueError, match=rf"^Wide has no key 'model\.{key}'; {hint}"):
+        Wide.from_dict({key: 3}, where="model")
+    assert suggest(f"model.{key}", ["model.dim"]).startswith("did you mean 'model.dim'? ") == ("'dim'" in hint)
 
 
 @pytest.mark.parametrize(("values", "message"), [

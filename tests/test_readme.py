@@ -35,10 +35,11 @@ from subquad.data import load_tokenizer
 from subquad.models import Classifier, DecoderConfig, EncoderConfig
 from subquad.models.build import build_model
 from subquad.models.stacks import STACKS
+from subquad.testing import assert_same_maths
 from tests.fuzz.targets import write_llama2c, write_llama2c_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("guide", "images", "import", "lora", "lra", "probes", "scale", "transformers")
+NAMES = ("decoding", "guide", "images", "import", "layer", "limits", "lora", "lra", "probes", "scale", "transformers")
 PAGES = ("README.md", *(f"docs/{name}.md" for name in NAMES))
 """Other tests read the other pages: convert, extend, costs, performance, auditing, add-a-mechanism."""
 TABLES = ("benchmarks/GPU_TODO.md",)
@@ -247,6 +248,30 @@ def test_the_guide_names_everything_that_rotates():
     sentence = text.partition("needs a layer that rotates queries and keys: ")[2].partition(";")[0]
     rotating = [name for name in attention.names() if attention.mechanism(name).rotates]
     assert re.findall(r"`(\w+)`", sentence) == rotating + [name for name in STACKS if stack_rotates(name)]
+
+
+def test_the_layers_page_says_how_each_mechanism_learns_the_order():
+    rows = re.findall(r"^\| (.*) \| (`.*`) \|$", (ROOT / "docs/layer.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rotating, by_itself, not_at_all = (re.findall(r"`(\w+)`", named) for _, named in rows)
+    assert sorted(rotating + by_itself + not_at_all) == attention.names()
+    assert rotating == [name for name in attention.names() if attention.mechanism(name).rotates]
+    on = [name for name in rotating if attention.build(name, dim=16, num_heads=2).config.rope]
+    assert on == ["latte_macchiato"]  # as the page says
+    x, swapped = (
+        torch.randn(1, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+        [1, 0, 2, 3, 4, 5],
+    )
+    for name in by_itself + not_at_all:
+        torch.manual_seed(0)
+        layer = attention.build(name, dim=16, num_heads=2, causal="causal" in attention.mechanism(name).forms).double()
+        for p in layer.parameters():
+            torch.nn.init.normal_(p, std=0.3)
+        last, other = (layer(tokens)[0][:, -1] for tokens in (x, x[:, swapped]))
+        if name in not_at_all:
+            assert_same_maths(last, other)
+        else:
+            with pytest.raises(AssertionError):
+                assert_same_maths(last, other)
 
 
 def stack_rotates(name: str) -> bool:

@@ -8,11 +8,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
+from torch.utils import _pytree as pytree
 
 from subquad import attention
-from subquad.state import FORMAT, UNCHECKED_VERSION, State, advance, appended, weights_hash
-from subquad.testing import assert_exact
-from tests.models.small import assert_refused
+from subquad.ops.caches import advance, appended
+from subquad.state import FORMAT, UNCHECKED_VERSION, State, weights_hash
+from subquad.testing import assert_exact, assert_same_maths
+from tests.models.small import OPTIONS, assert_refused
 
 
 def state():
@@ -281,3 +283,100 @@ def test_gradients_go_through_what_is_appended():
         outside = appended(inside, cache(1))
     assert outside.data_ptr() != inside.data_ptr()
     assert_exact(outside, torch.cat([inside, cache(1)], 2))
+
+
+# A state as a thing of PyTorch: a pytree, rows, `torch.load`.
+
+
+def test_a_tree_gives_back_the_state_and_its_keys():
+    leaves, spec = pytree.tree_flatten_with_path(state())
+    assert_same(pytree.tree_unflatten([leaf for _, leaf in leaves], spec), state())
+    assert pytree.keystr(leaves[1][0]) == "['0']['seen']"
+    assert isinstance(leaves[1][1], torch.Tensor), "a number is a tensor there"
+    half = pytree.tree_map(lambda x: x.half() if x.is_floating_point() else x, state())
+    assert half.child("0").tensor("keys").dtype == torch.float16
+    assert half.child("0").seen == 7
+    with pytest.raises(ValueError, match=r"counts are whole numbers, got torch.bfloat16"):
+        pytree.tree_map(lambda x: x.bfloat16(), rows(5, seen=1001))
+    loaded = pytree.treespec_loads(pytree.treespec_dumps(spec))
+    assert_same(pytree.tree_unflatten([leaf for _, leaf in leaves], loaded), state())
+    assert pytree.tree_structure(state()) != pytree.tree_structure(state().without("0"))
+
+
+def test_a_count_without_a_dimension_is_saved_as_a_number(tmp_path):
+    rows(5, seen=torch.tensor(4)).save(tmp_path / "s.safetensors")
+    assert_same(State.load(tmp_path / "s.safetensors"), rows(5, seen=4))
+
+
+def test_torch_loads_a_state_without_running_code():
+    file = io.BytesIO()
+    torch.save({"states": [state()]}, file)
+    file.seek(0)
+    assert_same(torch.load(file, weights_only=True)["states"][0], state())
+
+
+def test_a_detached_state_has_no_graph():
+    whole = state().map(lambda x: x.float().requires_grad_())
+    assert all(x.requires_grad for x in whole.tensors())
+    assert not any(x.requires_grad for x in whole.detach().tensors())
+
+
+def rows(*numbers, seen):
+    keys = torch.tensor([[float(n)] * 3 for n in numbers]).view(len(numbers), 1, 3)
+    return State({"seen": seen, "0": State({"seen": seen, "keys": keys}, "layer")}, "model")
+
+
+@pytest.mark.parametrize(
+    "chosen", [[2, 0, 0], (2, 0, 0), torch.tensor([2, 0, 0]), torch.tensor([2, 0, 0], dtype=torch.int32)]
+)
+def test_rows_are_chosen_in_any_order(chosen):
+    assert_same(rows(5, 6, 7, seen=4).select(chosen), rows(7, 5, 5, seen=4))
+    whole = rows(5, 6, 7, seen=torch.tensor([1, 2, 3]))
+    assert_same(whole.select(chosen), rows(7, 5, 5, seen=torch.tensor([3, 1, 1])))
+
+
+def test_rows_are_removed_by_bools():
+    assert_same(rows(5, 6, 7, seen=4).select([True, False, True]), rows(5, 7, seen=4))
+    assert rows(5, 6, seen=4).select([]).batch == 0
+
+
+@pytest.mark.parametrize("chosen", [[0.5], torch.ones(1, 1, dtype=torch.long), [True], torch.tensor(0)])
+def test_rows_that_are_none_are_refused(chosen):
+    with pytest.raises(ValueError, match="rows must be whole numbers or a bool for each of the 2 rows"):
+        rows(5, 6, seen=4).select(chosen)
+
+
+def test_states_are_joined_row_by_row():
+    assert_same(State.cat([rows(5, 6, seen=4), rows(7, seen=4)]), rows(5, 6, 7, seen=4))
+    joined = State.cat([rows(5, 6, seen=4), rows(7, seen=9)])
+    assert_same(joined, rows(5, 6, 7, seen=torch.tensor([4, 4, 9])))
+    by_row = rows(5, seen=4).with_counts_by_row()
+    assert_same(by_row, rows(5, seen=torch.tensor([4])))
+    assert_same(State.cat([by_row, rows(7, seen=9)]), rows(5, 7, seen=torch.tensor([4, 9])))
+
+
+def test_states_that_do_not_belong_together_are_refused():
+    for states, kinds in (([], ""), ([rows(5, seen=4), None], "State, NoneType"), (rows(5, seen=4), "str, str")):
+        with pytest.raises(ValueError, match=rf"cat needs a list of one or more states, got \[{kinds}\]"):
+            State.cat(states)
+    with pytest.raises(ValueError, match="states of one configuration can be joined, got a, b"):
+        State.cat([State({"seen": 1}, "a"), State({"seen": 1}, "b")])
+    with pytest.raises(ValueError, match="states with the same refill can be joined, got 1, 2"):
+        State.cat([State({"seen": 1, "refill": 1}), State({"seen": 1, "refill": 2})])
+
+
+@pytest.mark.parametrize("name", ["elita", "gla", "llp", "longformer", "luna", "window"])
+def test_joined_rows_are_as_each_alone(name):
+    layer = attention.build(name, dim=8, num_heads=2, **OPTIONS.get(name, {})).double().eval()
+    texts = [torch.randn(1, n, 8, dtype=torch.double) for n in (3, 11, 7)]
+    with torch.no_grad():
+        states = [layer(x)[1] for x in texts]
+        x = torch.randn(3, 2, 8, dtype=torch.double)
+        y, joined = layer(x, State.cat(states))
+        y_left, _ = layer(x[[2, 0]], joined.select([2, 0]))
+        for i, state in enumerate(states):
+            alone, after = layer(x[i : i + 1], state)
+            assert_same_maths(y[i : i + 1], alone, f"row {i}")
+            if i != 1:
+                at = [2, 0].index(i)
+                assert_same_maths(y_left[at : at + 1], layer(x[i : i + 1], after)[0], f"row {i} goes on")

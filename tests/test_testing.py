@@ -1,8 +1,11 @@
 """The tolerances fail when they should, and the tools of the contract do what they say."""
 
+import sys
+
 import pytest
 import torch
 
+import subquad.testing
 from subquad.attention import build
 from subquad.ops._torch import scan, softmax, tiles
 from subquad.testing import (
@@ -115,3 +118,11 @@ def test_gradients_are_of_every_parameter():
     assert set(results) == {"output", "gradient of x", *(f"gradient of {n}" for n, _ in layer.named_parameters())}
     again = with_gradients(layer, lambda x: 0 * layer(x)[0], torch.randn(1, 5, 8, dtype=torch.float64))
     assert_exact(again["gradient of x"], torch.zeros(1, 5, 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("missing", ["pytest", "hypothesis"])
+def test_the_contract_says_what_to_install(monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, "subquad.testing.contract")
+    with pytest.raises(ImportError, match=rf'AttentionContract needs {missing}: pip install "subquad\[testing\]"'):
+        subquad.testing.AttentionContract  # noqa: B018

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from subquad.adaptation import extended
 from subquad.adaptation.config import ATTENTION, SPANS, ExtendConfig
-from subquad.config import digest, suggest
+from subquad.config import suggest
 from subquad.data import prepare
 from subquad.data.files import MODEL_FILES
 from subquad.data.tokenizers import check_vocabulary, has_tokenizer, tokenizer_hash
@@ -190,7 +190,7 @@ def _task(
         train=train_windows,
         held_out=spread(held_out, values.run.eval_windows),
         identity={
-            "data": digest([corpus.fingerprint, corpus.train_files, len(corpus.train)]),
+            **corpus.identity,
             "tokenizer": tokenizer_hash(corpus.tokenizer),
             "extension": {**trained, "parts": parts, "lora": config.lora.to_dict(), "base": record.weights},
         },

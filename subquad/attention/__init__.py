@@ -1,6 +1,6 @@
 """Mechanisms: one file each, named as its class and its registry name."""
 
-from subquad.attention.base import LAWS, Attention, Cost, build, mechanism, names
+from subquad.attention.base import Attention, Cost, after_step, build, mechanism, names
 from subquad.attention.bigbird import Bigbird
 from subquad.attention.delta_net import DeltaNet
 from subquad.attention.dilated import Dilated
@@ -27,7 +27,6 @@ from subquad.attention.strided import Strided
 from subquad.attention.window import Window
 
 __all__ = [
-    "LAWS",
     "Attention",
     "Bigbird",
     "Cost",
@@ -54,6 +53,7 @@ __all__ = [
     "Shifted",
     "Strided",
     "Window",
+    "after_step",
     "build",
     "mechanism",
     "names",

@@ -5,24 +5,27 @@ Shape letters: B batch, T tokens, S keys, D model width, H heads, V value channe
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial, wraps
 from inspect import Parameter, signature
-from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from subquad.attention.divided import check_divided
 from subquad.attention.sharing import SharedSequences
 from subquad.config import Config as BaseConfig
 from subquad.config import digest, suggest
 from subquad.ops.counting import Cost, cost_of, state_bytes
 from subquad.ops.documents import Documents, lay_out
 from subquad.ops.padding import Lengths, check_mask, compact, compaction, scatter
+from subquad.options import DocWithOptions
 from subquad.parallel import active_group
-from subquad.state import State
+from subquad.state import State, check_is_state
 
 Form = Literal["causal", "bidirectional"]
 LAWS = {
@@ -61,15 +64,32 @@ def takes_options(
 
     def decorate(init: Callable[[SelfT, ConfigT], None]) -> Callable[Concatenate[SelfT, P], None]:
         def __init__(self: SelfT, *args: P.args, **options: P.kwargs) -> None:  # noqa: N807
-            given: Any = args
-            init(self, given[0] if given else self.config_of(**options))
+            init(self, configuration_of(type(self), args, options))
 
         found = signature(config)
         own = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
         __init__.__signature__ = found.replace(parameters=[own, *found.parameters.values()], return_annotation=None)  # type: ignore[attr-defined]
-        return wraps(init)(__init__)
+        made = wraps(init)(__init__)
+        # Without one of its own, help shows Module's.
+        made.__doc__ = "Build the layer from its options, given by name, or from a finished configuration."
+        return made
 
     return decorate
+
+
+def configuration_of(cls: type[Attention], given: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Return the finished configuration in `given`, or the one of `options`; `TypeError` for options by position."""
+    if not given:
+        return cls.config_of(**options)
+    if len(given) == 1 and isinstance(given[0], cls.Config) and not options:
+        return given[0]
+    by_place = zip((f.name for f in fields(cls.Config)), given, strict=False)
+    named = [*((name, value) for name, value in by_place if not isinstance(value, BaseConfig)), *options.items()]
+    raise TypeError(
+        f"{cls.__name__} takes its options by name, as in "
+        f"{cls.__name__}({', '.join(f'{name}={reprlib.repr(value)}' for name, value in named)}), or a finished "
+        "configuration alone"
+    )
 
 
 class Attention(SharedSequences):
@@ -151,6 +171,7 @@ class Attention(SharedSequences):
                 f"give {cls.__module__}.{cls.__name__} another name"
             )
         Attention.registry[cls.name] = cls
+        cls.__doc__ = DocWithOptions(cls.__doc__)  # type: ignore[assignment]  # a class has what __get__ returns
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -208,11 +229,14 @@ class Attention(SharedSequences):
         counts tokens. `doc_ids`, integers `[B, T]` (-1: padding), pack documents into rows: a new document begins where
         the id changes, takes no state, and has the outputs that it would have alone; the returned state is that of the
         last document in each row. A model, which lays out its rows once for all layers, gives `Lengths` as `mask` or
-        `Documents` as `doc_ids`. Raises `ValueError` for a wrong shape and for a state of another configuration or
-        batch.
+        `Documents` as `doc_ids`. Raises `TypeError` for what is no tensor or no state, and `ValueError` for a wrong
+        shape and for a state of another configuration or batch.
         """
+        check_is_state(state)
         begun = state is not None and "seen" in state.entries  # a state may hold nothing but what is handed on
         self.check_inputs(x_BTD, state, begun)
+        if not begun:  # a decoding step goes on from a call that was checked
+            check_divided(self)
         if active_group() is not None:
             self.check_part(state if begun else None, mask, doc_ids)
         if doc_ids is not None:
@@ -227,8 +251,16 @@ class Attention(SharedSequences):
         y_BTD, state = self.mix_tokens(compact(x_BTD, moved), state, moved.lengths_B)
         return scatter(y_BTD, moved), state
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
     def check_inputs(self, x_BTD: Tensor, state: State | None, begun: bool) -> None:
-        """Raise `ValueError` for a wrong shape and for another layer's state."""
+        """Raise `TypeError` unless `x` is a tensor, `ValueError` for a wrong shape and for another layer's state."""
+        if not isinstance(x_BTD, Tensor):
+            raise TypeError(
+                f"x must be a tensor [B, T, {self.config.dim}], got {type(x_BTD).__name__}; a layer returns two "
+                "values: y, state = layer(x)"
+            )
         if x_BTD.ndim != 3 or x_BTD.shape[-1] != self.config.dim:
             raise ValueError(f"x must have shape [B, T, {self.config.dim}], got {tuple(x_BTD.shape)}")
         if state is None:
@@ -295,6 +327,11 @@ class Attention(SharedSequences):
         return self.config.num_heads
 
     @property
+    def divisible(self) -> tuple[int, ...]:
+        """Numbers of heads that torch's tensor parallelism may divide; none where heads are not all alike."""
+        return ()
+
+    @property
     def is_distribution(self) -> bool:
         """Whether each row of the weights sums to one."""
         return True
@@ -323,10 +360,13 @@ class Attention(SharedSequences):
         return state
 
     def place(self, layer: int, layers: int) -> None:
-        """Take the place of layer number `layer` (from 0) of a new model's `layers`; most ignore it."""
+        """Take the place of layer number `layer` (from 0) of a new model's `layers`; most ignore it.
+
+        It may make parameters: call it before the optimizer is made.
+        """
 
     def after_step(self, step: int) -> None:
-        """Do what the mechanism needs after optimizer step number `step` (from 1); most need nothing."""
+        """Do what the mechanism needs after optimizer step number `step` (from 1), called by `after_step`."""
 
     def cost(self, tokens: int) -> Cost:
         """Return this layer's cost for one sequence of `tokens` tokens, counted in a run without data."""
@@ -356,9 +396,10 @@ class Attention(SharedSequences):
             f"attention {self.name!r} has no position terms of its own; mechanisms that have: {', '.join(having)}"
         )
 
-    def split(self, x_BTC: Tensor, heads: int | None = None) -> Tensor:
-        """Reshape `[B, T, C]` to `[B, H, T, C / H]`."""
-        return x_BTC.unflatten(-1, (heads or self.config.num_heads, -1)).transpose(1, 2)
+    def split(self, x_BTC: Tensor, heads: int | None = None, *, width: int | None = None) -> Tensor:
+        """Reshape `[B, T, C]` to `[B, H, T, C / H]`; with `width` to the heads of so many channels that are there."""
+        sizes = (heads or self.config.num_heads, -1) if width is None else (-1, width)
+        return x_BTC.unflatten(-1, sizes).transpose(1, 2)
 
     def join(self, y_BHTV: Tensor) -> Tensor:
         """Reshape `[B, H, T, V]` to `[B, T, H * V]`."""
@@ -417,6 +458,16 @@ def sequences(mask: Tensor | None, doc_ids: Tensor | None, batch: int, tokens: i
     for group in lay_out(doc_ids, mask, batch, tokens).groups:
         for row, places_C in zip(group.rows_R.tolist(), group.places_RC, strict=True):
             yield row, places_C[places_C < batch * tokens] - row * tokens
+
+
+def after_step(model: nn.Module, step: int) -> None:
+    """Tell all mechanisms in `model` that the optimizer has taken step number `step` (from 1): Performer redraws.
+
+    Processes without DistributedDataParallel, which copies buffers, need the same state of torch's generator.
+    """
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.after_step(step)
 
 
 def names() -> list[str]:

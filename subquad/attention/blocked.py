@@ -14,11 +14,12 @@ from torch.nn import functional as F
 from subquad.attention.projected import ProjectedAttention
 from subquad.ops import block_attention_with_lse
 from subquad.ops.attend import softmax_weights
+from subquad.ops.caches import advance, appended, first_slots, last_slots
 from subquad.ops.patterns import Pattern
 from subquad.parallel import Sent, active_group
 from subquad.parallel.exchange import earlier, first_before, last_before, sent_for_earlier
 from subquad.parallel.ring import ring_attention, sent_for_ring
-from subquad.state import State, advance, appended, first_slots, last_slots
+from subquad.state import State
 
 RING = ("ring_keys", "ring_values")
 """Entries of a state whose keys stand in a ring."""
@@ -50,7 +51,7 @@ class BlockedAttention(ProjectedAttention):
         if state is not None and RING[0] in state:
             return self.mix_in_ring(x_BTD, state)
         seen = self.start(state, x_BTD.shape[1])
-        q_BHTK, k_BGTK, v_BGTK = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)
+        q_BHTK, k_BGTK, v_BGTK = self.projected(x_BTD, seen)
         state = self.near(state, k_BGTK, v_BGTK, self.patterns)
         y_BHTK, k_BGSK, v_BGSK = self.attend(q_BHTK, k_BGTK, v_BGTK, self.patterns, state, "", lengths_B)
         seen = advance(seen, x_BTD.shape[1], lengths_B)
@@ -61,12 +62,13 @@ class BlockedAttention(ProjectedAttention):
         """Attend from one token of each row to a ring, into which its own key and value are written in place."""
         seen_B = state.seen
         assert isinstance(seen_B, Tensor)
-        q_BH1K, k_BGNK, v_BGNK = self.queries(x_B1D, seen_B), *(state.tensor(name) for name in RING)
+        k_BGNK, v_BGNK = (state.tensor(name) for name in RING)
+        q_BH1K, *new = self.projected(x_B1D, seen_B)
         slots = [slot_B[:, None, None, None] for slot_B in self.ring_slots(seen_B, k_BGNK.shape[2])]
-        for kept_BGNK, new_BG1K in ((k_BGNK, self.keys(x_B1D, seen_B)), (v_BGNK, self.kv_values(x_B1D))):
+        for kept_BGNK, new_BG1K in zip((k_BGNK, v_BGNK), new, strict=True):
             for slot_B111 in slots:
                 kept_BGNK.scatter_(2, slot_B111.expand(new_BG1K.shape), new_BG1K.to(kept_BGNK.dtype))
-        bias_BHN = self.ring_bias(seen_B, k_BGNK.shape[2], q_BH1K.dtype)
+        bias_BHN = self.ring_bias(seen_B, k_BGNK.shape[2], q_BH1K)
         y_BH1K = F.scaled_dot_product_attention(
             q_BH1K, k_BGNK, v_BGNK, bias_BHN[:, :, None], enable_gqa=k_BGNK.shape[1] != q_BH1K.shape[1]
         )
@@ -77,20 +79,20 @@ class BlockedAttention(ProjectedAttention):
         """Return the slots, each `[B]`, into which the token at position `seen` is written."""
         return [seen_B % slots]
 
-    def ring_bias(self, seen_B: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
-        """Return what is added to the scores `[B, H, slots]` of the token at position `seen`."""
+    def ring_bias(self, seen_B: Tensor, slots: int, q_BH1K: Tensor) -> Tensor:
+        """Return what is added to the scores `[B, H, slots]` of the queries `q` at position `seen`."""
         # Slot n holds the last position that is n modulo the slots; before the first round there is none.
         p_BN = seen_B[:, None] - (seen_B[:, None] - torch.arange(slots, device=seen_B.device)) % slots
-        return self.bias_of(self.patterns, seen_B, p_BN, dtype)
+        return self.bias_of(self.patterns, seen_B, p_BN, q_BH1K)
 
-    def bias_of(self, patterns: tuple[Pattern, ...], seen_B: Tensor, p_BN: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return `[B, H, N]`: 0 where the token at position `seen` sees the key at `p`, else -inf."""
-        zero_B1N = torch.zeros_like(p_BN, dtype=dtype)[:, None]
+    def bias_of(self, patterns: tuple[Pattern, ...], seen_B: Tensor, p_BN: Tensor, q_BH1K: Tensor) -> Tensor:
+        """Return `[B, H, N]`: 0 where the query at position `seen` sees the key at `p`, else -inf."""
+        zero_B1N = torch.zeros_like(p_BN, dtype=q_BH1K.dtype)[:, None]
         biases = [
             zero_B1N.masked_fill(~(pattern.allowed(seen_B[:, None], p_BN) & (p_BN >= 0))[:, None], -torch.inf)
             for pattern in patterns
         ]
-        heads = self.heads_of(patterns)
+        heads = self.heads_of(patterns) if len(patterns) > 1 else [q_BH1K.shape[1]]
         return torch.cat([x.expand(-1, n, -1) for x, n in zip(biases, heads, strict=True)], 1)
 
     def to_ring(self, state: State, capacity: int) -> State:
@@ -239,6 +241,11 @@ class BlockedAttention(ProjectedAttention):
         """Return the number of heads of each pattern."""
         H = self.config.num_heads
         return [H] if len(patterns) == 1 else [H - H // 2, H // 2]
+
+    @property
+    def divisible(self) -> tuple[int, ...]:
+        """Query heads and key heads if all heads have one pattern."""
+        return (self.config.num_heads, self.kv_heads) if len(self.patterns) == 1 else ()
 
     def unions(self, tokens: int) -> list[tuple[int, tuple[Pattern, ...]]]:
         """Return groups of neighbouring query heads: their number, and the disjoint patterns whose union they see."""

@@ -46,9 +46,10 @@ from subquad.attention.scanned import (
     widened,
 )
 from subquad.config import later
-from subquad.ops.counting import has_data
+from subquad.layers.positions import positions
 from subquad.ops.softmax import EMPTY, SoftmaxOutput, SoftmaxState, gated_mean, running_softmax
 from subquad.state import State
+from subquad.tracing import has_values
 
 logger = logging.getLogger(__name__)
 INIT = 0.05
@@ -158,8 +159,7 @@ class Elita(ScannedAttention):
         """Return p1 and p2 (diagonal: p1 alone) of `tokens` tokens from `start` on: `[2, B or 1, T, H]`, float32 or
         wider."""
         frequency, phase, amplitude = widened(self.frequency, self.phase, self.amplitude)
-        i_T = torch.arange(tokens, device=amplitude.device)
-        i_BT = i_T + start[:, None] if isinstance(start, Tensor) else (i_T + start)[None]
+        i_BT = positions(start, tokens, amplitude.device)
         span = self.config.horizon if self.config.time == "i/N" else self.config.horizon - 1
         time_BT = (i_BT.double() / span).to(amplitude.dtype)
         angles = frequency[:, None, None] * time_BT[None, ..., None, None] + phase[:, None, None]
@@ -175,11 +175,11 @@ class Elita(ScannedAttention):
 
     def notice_seen(self, seen: int | Tensor, x_BTD: Tensor) -> None:
         """Call `notice_length`, but not on an accelerator, where reading the count would wait."""
-        if torch.compiler.is_compiling() or not has_data(x_BTD):
+        if not has_values(x_BTD):
             return
         if isinstance(seen, int):
             self.notice_length(seen)
-        elif seen.device.type == "cpu" and len(seen):
+        elif seen.device.type == "cpu" and seen.numel():
             self.notice_length(int(seen.max()))
 
     def notice_length(self, tokens: int) -> None:

@@ -14,6 +14,8 @@ in no model, have b = 0.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from dataclasses import dataclass
 
@@ -25,6 +27,16 @@ from subquad.attention.base import takes_options
 from subquad.attention.recurrence import Recurrence
 from subquad.attention.recurrent import RecurrentAttention
 from subquad.state import State
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def _warn_not_placed() -> None:
+    logger.warning(
+        "an hgrn2 layer trains with the least decay b = 0 of a first or single layer, since place was not called: in a "
+        "model of several layers call layer.place(number, layers) of each (from 0), before the optimizer is made"
+    )
 
 
 class Hgrn2(RecurrentAttention):
@@ -45,12 +57,14 @@ class Hgrn2(RecurrentAttention):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.register_parameter("bound", None)
+        self.placed = False
 
     def place(self, layer: int, layers: int) -> None:
         """Let b begin at `layer / layers`; it stays 0 in layer 0."""
+        self.placed = True
         if layer:
             logit = math.log(layer / (layers - layer))
-            self.bound = nn.Parameter(torch.full((self.config.keys * self.config.num_heads,), logit))
+            self.bound = nn.Parameter(self.key.weight.new_full((self.config.keys * self.config.num_heads,), logit))
 
     @property
     def decays(self) -> int:
@@ -61,6 +75,8 @@ class Hgrn2(RecurrentAttention):
         self, x_BTD: Tensor, state: State | None = None, lengths_B: Tensor | None = None
     ) -> tuple[Recurrence, Tensor | None]:
         """Return the gated scan with decays by channel, whose keys are 1 less them."""
+        if not self.placed and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            _warn_not_placed()
         q_BHTK, z_BHTK, v_BHTV, _ = self.projected(x_BTD, state, lengths_B)
         wide = torch.promote_types(z_BHTK.dtype, torch.float32)
         k_BHTK = (-z_BHTK.to(wide)).sigmoid()

@@ -66,8 +66,13 @@ class Latte(ScannedAttention):
 
     def logits(self, project: nn.Linear, x_BTD: Tensor) -> Tensor:
         """Return logits over the latents `[B, H, T, L / H]`."""
-        logits_BHTL = self.split(project(x_BTD))
+        logits_BHTL = self.split(project(x_BTD), width=self.latents)
         return logits_BHTL / math.sqrt(self.channels) if self.config.scale else logits_BHTL
+
+    @property
+    def divisible(self) -> tuple[int, ...]:
+        """All heads: each has its own latents."""
+        return (self.config.num_heads,)
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
         """Return `sum_l p(l | t) p(s | l, t)`; bidirectional, `sum_l p(l | t) p(s | l)`."""

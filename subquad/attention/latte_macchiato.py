@@ -22,11 +22,12 @@ from subquad.attention.blocked import BlockedAttention
 from subquad.attention.scanned import check_latents, is_future, real_mask, softmax_state
 from subquad.attention.sharing import added
 from subquad.ops import running_softmax
+from subquad.ops.caches import advance
 from subquad.ops.patterns import Window
 from subquad.parallel import Sent, active_group
 from subquad.parallel.exchange import sent_for_prefix
 from subquad.parallel.summaries import softmax_before
-from subquad.state import State, advance
+from subquad.state import State
 
 
 class LatteMacchiato(Branched, BlockedAttention):
@@ -75,10 +76,14 @@ class LatteMacchiato(Branched, BlockedAttention):
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """Mix by the window and the latents, weighted by one p(l | t)."""
         seen = self.start(state, x_BTD.shape[1])
-        q_BHTK, k_BGTK, v_BGTK = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)
+        q_BHTK, k_BGTK, v_BGTK = self.projected(x_BTD, seen)
         near = self.near(state, k_BGTK, v_BGTK, self.patterns)
         near_BHTK, k_BGSK, v_BGSK = self.attend(q_BHTK, k_BGTK, v_BGTK, self.patterns, near, "", lengths_B)
-        logits_BHTL, v_BHTK, group = self.split(self.latent_key(x_BTD)), self.shared(v_BGTK), active_group()
+        logits_BHTL, v_BHTK, group = (
+            self.split(self.latent_key(x_BTD), width=self.latents),
+            self.shared(v_BGTK),
+            active_group(),
+        )
         before = softmax_state(state) if group is None else softmax_before(logits_BHTL, v_BHTK, group)
         p_BHTL = F.dropout(self.shares(x_BTD), self.config.dropout, self.training)
         far_BHTK, (lse_BHL, mean_BHLK), _ = running_softmax(
@@ -94,7 +99,7 @@ class LatteMacchiato(Branched, BlockedAttention):
 
     def shares(self, x_BTD: Tensor) -> Tensor:
         """Return p(l | t) `[B, H, T, 1 + L]`, the window first: one softmax over the open branches."""
-        logits_BHTL = self.split(self.latent_query(x_BTD))
+        logits_BHTL = self.split(self.latent_query(x_BTD), width=self.latents + 1)
         if self.closed:
             closed_L = torch.full((self.latents + 1,), "latents" in self.closed, device=x_BTD.device)
             closed_L[0] = "window" in self.closed
@@ -104,7 +109,7 @@ class LatteMacchiato(Branched, BlockedAttention):
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
         """Return `p(0 | t) a(s | t) + sum_l p(l | t) p(s | l, t)`."""
         T = x_BTD.shape[1]
-        p_BHTL, k_BHSL = self.shares(x_BTD), self.split(self.latent_key(x_BTD))
+        p_BHTL, k_BHSL = self.shares(x_BTD), self.split(self.latent_key(x_BTD), width=self.latents)
         future_TS1 = is_future(T, x_BTD.device)[..., None]
         k_BHTSL = k_BHSL[:, :, None].expand(-1, -1, T, -1, -1).masked_fill(future_TS1, -torch.inf)
         far_BHTS = torch.einsum("bhtl,bhtsl->bhts", p_BHTL[..., 1:], k_BHTSL.softmax(-2))

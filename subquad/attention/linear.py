@@ -130,12 +130,12 @@ class Linear(HeadedAttention, ScannedAttention):
 
     def query_features(self, x_BTD: Tensor, start: int | Tensor = 0) -> Tensor:
         """Return phi of the queries `[B, H, T, features]`."""
-        q_BHTK = self.normed_queries(self.split(self.query(x_BTD)))
+        q_BHTK = self.normed_queries(self.split(self.query(x_BTD), width=self.channels))
         return self.phi(q_BHTK, self.query_map if self.learned else None, start)
 
     def key_features(self, x_BTD: Tensor, start: int | Tensor = 0) -> Tensor:
         """Return phi of the keys `[B, H, T, features]`."""
-        k_BHTK = self.normed_keys(self.split(self.key(x_BTD)))
+        k_BHTK = self.normed_keys(self.split(self.key(x_BTD), width=self.channels))
         return self.phi(k_BHTK, self.key_map if self.learned else None, start)
 
     def phi(self, x_BHTK: Tensor, map_HKF: Tensor | None, start: int | Tensor) -> Tensor:
@@ -162,6 +162,11 @@ class Linear(HeadedAttention, ScannedAttention):
         w_BHTS = w_BHTS.tril() if self.causal else w_BHTS
         total_BHT1 = w_BHTS.sum(-1, keepdim=True) + self.config.eps
         return w_BHTS / torch.where(total_BHT1 == 0, 1.0, total_BHT1)
+
+    @property
+    def divisible(self) -> tuple[int, ...]:
+        """All heads: each has its own features."""
+        return (self.config.num_heads,)
 
     @property
     def is_distribution(self) -> bool:

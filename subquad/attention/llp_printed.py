@@ -21,12 +21,14 @@ from torch import Tensor, nn
 
 from subquad.attention.base import takes_options
 from subquad.attention.blocked import BlockedAttention
+from subquad.attention.divided import uneven
 from subquad.attention.sharing import added
 from subquad.layers.positions import positions
+from subquad.ops.caches import advance
 from subquad.ops.counting import first_replaced
 from subquad.ops.patterns import Segments
 from subquad.parallel import Sent, active_group
-from subquad.state import State, advance
+from subquad.state import State
 
 
 class LlpPrinted(BlockedAttention):
@@ -105,15 +107,18 @@ class LlpPrinted(BlockedAttention):
     def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, neither normalised nor rotated."""
         k_BGTK = self.key_heads(self.key(x_BTD))
-        v_BGTK = k_BGTK if self.config.shared_kv else self.split(self.value(x_BTD), self.kv_heads)
-        return self.query_heads(self.query(x_BTD)), k_BGTK, v_BGTK
+        v_BGTK = k_BGTK if self.config.shared_kv else self.split(self.value(x_BTD), width=self.channels)
+        q_BHTK = self.query_heads(self.query(x_BTD))
+        if q_BHTK.shape[1] != k_BGTK.shape[1] * self.sharing:
+            raise uneven(self, q_BHTK.shape[1], k_BGTK.shape[1])
+        return q_BHTK, k_BGTK, v_BGTK
 
     def first_block(self, x_BCD: Tensor, raw: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the first half segment's queries, keys and values, not rotated: its own, or those of all blocks."""
         if not self.config.first_block_projections:
             return raw
         k_BGCK = self.key_heads(self.first_key(x_BCD))
-        v_BGCK = k_BGCK if self.config.shared_kv else self.split(self.first_value(x_BCD), self.kv_heads)
+        v_BGCK = k_BGCK if self.config.shared_kv else self.split(self.first_value(x_BCD), width=self.channels)
         return self.query_heads(self.first_query(x_BCD)), k_BGCK, v_BGCK
 
     def in_first_block(self, start: int | Tensor, tokens: int, like: Tensor) -> Tensor:

@@ -22,11 +22,12 @@ from subquad.attention.sharing import added
 from subquad.layers.positions import positions
 from subquad.ops import merge_attention
 from subquad.ops.attend import softmax_weights
+from subquad.ops.caches import advance
 from subquad.ops.counting import first_replaced
 from subquad.ops.patterns import Band, Full, Globals, Pattern, Segments, Sinks, Window
 from subquad.parallel import Sent
 from subquad.parallel.exchange import first_before, sent_for_earlier
-from subquad.state import State, advance
+from subquad.state import State
 
 
 class Longformer(BlockedAttention):
@@ -75,7 +76,7 @@ class Longformer(BlockedAttention):
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """Attend to the window and the global keys and merge; then compute the global tokens' own rows."""
         seen, count, given = self.start(state, x_BTD.shape[1]), self.config.num_global, state
-        q, k, v = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)
+        q, k, v = self.projected(x_BTD, seen)
         state = self.with_first(self.near(state, k, v, self.patterns), k, v, count)
         k_BGSK, v_BGSK, old, real_B = self.with_cache(k, v, state, "", lengths_B)
         after = advance(seen, x_BTD.shape[1], lengths_B)
@@ -121,7 +122,7 @@ class Longformer(BlockedAttention):
     def global_keys(self, x_BTD: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values that global tokens see, `[B, G, T, K]`."""
         k_BGTK = self.rotated(self.key_heads(self.global_key(x_BTD)), start)
-        return k_BGTK, self.split(self.global_value(x_BTD), self.kv_heads)
+        return k_BGTK, self.split(self.global_value(x_BTD), width=self.channels)
 
     def is_global(self, start: int | Tensor, x_BTD: Tensor) -> Tensor:
         """Return the bool `[B or 1, 1, T, 1]` of global tokens."""

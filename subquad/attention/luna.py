@@ -95,7 +95,7 @@ class Luna(ScannedAttention):
 
         A causal layer hands on the memory that it was given; a state belongs to the memory that it was made with.
         """
-        memory_BLD = self.given_or_own(state, len(x_BTD), x_BTD.dtype)
+        memory_BLD = self.given_or_own(state, x_BTD.shape[0], x_BTD.dtype)
         if self.causal:
             begun = state if state is not None and "seen" in state else None
             y_BHTV, after = self.accumulate(x_BTD, begun, lengths_B, memory_BLD)
@@ -119,7 +119,7 @@ class Luna(ScannedAttention):
                 "give it one document a row, with a mask"
             )
         y_BTD, after = super().mix_documents(x_BTD, documents, state)
-        return y_BTD, self.handing(after, self.given_or_own(state, len(x_BTD), x_BTD.dtype), x_BTD.shape[0])
+        return y_BTD, self.handing(after, self.given_or_own(state, x_BTD.shape[0], x_BTD.dtype), x_BTD.shape[0])
 
     def handing(self, state: State, memory_BLD: Tensor, batch: int) -> State:
         """Return the state with the memory that goes to the layer above, a row each."""
@@ -196,7 +196,7 @@ class Luna(ScannedAttention):
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
         """Return `A_t . B_s / t`; bidirectional `U_h A_g`, `[B, H G, T, T]`. Uses the layer's own memory."""
-        memory_BLD = self.given_or_own(None, len(x_BTD), x_BTD.dtype)
+        memory_BLD = self.given_or_own(None, x_BTD.shape[0], x_BTD.dtype)
         if self.causal:
             q_BHTK, k_BHTK, _, b_BHTL = self.inputs(x_BTD, memory_BLD)
             count = counts(0, b_BHTL)
@@ -233,7 +233,7 @@ class Luna(ScannedAttention):
         """Run the layer, handing a memory to one that has none of its own."""
         if self.config.own_memory:
             return self(x_BTD)
-        memory_BLD = torch.empty(len(x_BTD), self.config.memory_tokens, self.config.dim, requires_grad=True)
+        memory_BLD = torch.empty(x_BTD.shape[0], self.config.memory_tokens, self.config.dim, requires_grad=True)
         return self(x_BTD, State({"handed": memory_BLD}, self.config_hash))
 
     def sent(self, tokens: int, ranks: int) -> list[Sent]:

@@ -16,6 +16,8 @@ and past outputs change with it. `kernel="relu"` is the generalised attention, w
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -31,7 +33,19 @@ from subquad.ops.backends import without_autocast
 from subquad.ops.softmax import running_logsumexp
 from subquad.state import State
 
+logger = logging.getLogger(__name__)
 RELU_FLOOR = 1e-3
+PATIENCE = 200
+"""Training passes, beside four intervals, before a layer says that it hears of no step (accumulation has several)."""
+
+
+@functools.cache
+def _warn_not_redrawn(interval: int) -> None:
+    logger.warning(
+        "performer's features were never redrawn, though redraw_interval=%d: call "
+        "subquad.attention.after_step(model, step) after each step of the optimizer",
+        interval,
+    )
 
 
 class Performer(HeadedAttention, ScannedAttention):
@@ -70,12 +84,16 @@ class Performer(HeadedAttention, ScannedAttention):
         self.key = self.projection(self.channels * config.num_heads)
         self.add_norms()
         K = self.channels
+        self.unheard = 0 if config.redraw_interval else None
+        """Training passes so far, until `after_step` is first called (None)."""
         self.features = config.features or max(K, int(K * math.log(K)))
         # Saved with the model: a state can't be used with other directions.
         self.register_buffer("directions", orthogonal_directions(self.features, K).to(torch.get_default_dtype()))
 
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """Mix by the running softmax of each feature, or by sums of relu features."""
+        if self.unheard is not None and self.training:
+            self.count_pass()
         q_BHTR, k_BHTR = self.projected(x_BTD)
         dropout = self.config.dropout
         if self.config.kernel == "relu":
@@ -89,8 +107,8 @@ class Performer(HeadedAttention, ScannedAttention):
 
     def projected(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return features of queries and keys, `[B, H, T, R]`, float32 or wider: logarithms, or relu's values."""
-        q_BHTK = self.normed_queries(self.split(self.query(x_BTD)))
-        k_BHTK = self.normed_keys(self.split(self.key(x_BTD)))
+        q_BHTK = self.normed_queries(self.split(self.query(x_BTD), width=self.channels))
+        k_BHTK = self.normed_keys(self.split(self.key(x_BTD), width=self.channels))
         if self.config.kernel == "relu":
             q_BHTR, k_BHTR = (along(x, self.directions).relu() + RELU_FLOOR for x in (q_BHTK, k_BHTK))
             return q_BHTR, k_BHTR
@@ -115,6 +133,11 @@ class Performer(HeadedAttention, ScannedAttention):
             log_BHTS = log_BHTS.masked_fill(is_future(x_BTD.shape[1], x_BTD.device), -torch.inf)
         return log_BHTS.softmax(-1).to(x_BTD.dtype)
 
+    @property
+    def divisible(self) -> tuple[int, ...]:
+        """All heads: the directions are those of each."""
+        return (self.config.num_heads,)
+
     @torch.no_grad()
     def redraw(self) -> None:
         """Draw new directions with torch's generator; states made before it become useless.
@@ -123,8 +146,17 @@ class Performer(HeadedAttention, ScannedAttention):
         """
         self.directions.copy_(orthogonal_directions(*self.directions.shape))
 
+    def count_pass(self) -> None:
+        """Count a training pass, and log once for all layers of this interval that `after_step` is never called."""
+        if self.unheard is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        self.unheard += 1
+        if (interval := self.config.redraw_interval) and self.unheard > 4 * interval + PATIENCE:
+            _warn_not_redrawn(interval)
+
     def after_step(self, step: int) -> None:
         """Redraw every `redraw_interval` training steps: between passes, so a recomputed one is the same."""
+        self.unheard = None
         if self.config.redraw_interval and step % self.config.redraw_interval == 0:
             self.redraw()
 

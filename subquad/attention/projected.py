@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention.base import Attention
+from subquad.attention.divided import uneven
 from subquad.config import later
 from subquad.layers.norm import ZeroCentredRMSNorm
 from subquad.layers.positions import rotate
@@ -149,6 +150,7 @@ class ProjectedAttention(HeadedAttention):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.kv_heads = config.num_kv_heads or config.num_heads
+        self.channels, self.sharing = config.channels, config.num_heads // self.kv_heads
         self.q_dim, self.kv_dim = config.channels * config.num_heads, config.channels * self.kv_heads
         self.query = self.projection(self.q_dim)
         self.key = self.projection(self.kv_dim)
@@ -164,18 +166,25 @@ class ProjectedAttention(HeadedAttention):
         """Return the keys `[B, G, T, K]`, rotated to their positions."""
         return self.rotated(self.key_heads(self.key(x_BTD)), start)
 
+    def projected(self, x_BTD: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `queries`, `keys` and `kv_values`."""
+        q_BHTK, k_BGTK = self.queries(x_BTD, start), self.keys(x_BTD, start)
+        if q_BHTK.shape[1] != k_BGTK.shape[1] * self.sharing:
+            raise uneven(self, q_BHTK.shape[1], k_BGTK.shape[1])
+        return q_BHTK, k_BGTK, self.kv_values(x_BTD)
+
     def query_heads(self, q_BTC: Tensor) -> Tensor:
         """Reshape `[B, T, H K]` to `[B, H, T, K]`, normalised if `qk_norm` is set, for `score_scale`."""
-        q_BHTK, scale = self.normed_queries(self.split(q_BTC)), self.config.score_scale
+        q_BHTK, scale = self.normed_queries(self.split(q_BTC, width=self.channels)), self.config.score_scale
         return q_BHTK if scale is None else q_BHTK * (scale * math.sqrt(self.config.channels))
 
     def key_heads(self, k_BTC: Tensor) -> Tensor:
         """Reshape `[B, T, G K]` to `[B, G, T, K]`, normalised if `qk_norm` is set."""
-        return self.normed_keys(self.split(k_BTC, self.kv_heads))
+        return self.normed_keys(self.split(k_BTC, width=self.channels))
 
     def kv_values(self, x_BTD: Tensor) -> Tensor:
         """Return the values `[B, G, T, K]` of the key heads."""
-        return self.split(self.value(x_BTD), self.kv_heads)
+        return self.split(self.value(x_BTD), width=self.channels)
 
     def rotated(self, x_BHTK: Tensor, start: int | Tensor) -> Tensor:
         """Rotate `x` by its positions if `rope` is set."""
@@ -191,7 +200,7 @@ class ProjectedAttention(HeadedAttention):
 
     def shared(self, x_BGTK: Tensor) -> Tensor:
         """Repeat key heads for the query heads that share them."""
-        return x_BGTK.repeat_interleave(self.config.num_heads // self.kv_heads, 1)
+        return x_BGTK.repeat_interleave(self.sharing, 1)
 
     def merge(self, y_BHTV: Tensor) -> Tensor:
         """Apply the output projection."""

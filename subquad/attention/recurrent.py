@@ -25,6 +25,8 @@ from subquad.state import State
 
 L2_EPS = 1e-6
 """Added to the squared length of queries and keys that are divided by their length."""
+MOST_LOG_RATE = 60.0
+"""Largest a of a decay's rate exp(a): beyond, every step above 1e-22 forgets everything, and exp(a) would overflow."""
 
 
 class Projected(NamedTuple):
@@ -267,4 +269,5 @@ class DecayRate(nn.Module):
         bias_H1F = at_least_float32(self.step_bias).view(-1, 1, self.channels)
         step_BHTF = F.softplus(z_BHTF.contiguous() + bias_H1F)
         step_BHTF = step_BHTF if limits is None else step_BHTF.clamp(*limits)
-        return -at_least_float32(self.log_rate).exp()[:, None, None] * step_BHTF, step_BHTF
+        rate_H = at_least_float32(self.log_rate).clamp(max=MOST_LOG_RATE).exp()
+        return -rate_H[:, None, None] * step_BHTF, step_BHTF

@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention.base import Attention
+from subquad.attention.divided import uneven
 from subquad.ops import SoftmaxState, gated_scan, running_softmax
 from subquad.ops.backends import without_autocast
+from subquad.ops.caches import advance
 from subquad.ops.counting import report_scores
 from subquad.ops.padding import real_slots
 from subquad.parallel import Sent, active_group
 from subquad.parallel.exchange import sent_for_prefix
 from subquad.parallel.summaries import softmax_before, sums_before
-from subquad.state import State, advance
+from subquad.state import State
 
 
 class ScannedAttention(Attention):
@@ -46,7 +48,7 @@ class ScannedAttention(Attention):
 
     def values(self, x_BTD: Tensor) -> Tensor:
         """Return the values `[B, H, T, V]`."""
-        return self.split(self.value(x_BTD))
+        return self.split(self.value(x_BTD), width=self.channels)
 
     def merge(self, y_BHTV: Tensor) -> Tensor:
         """Apply the output projection."""
@@ -62,6 +64,8 @@ class ScannedAttention(Attention):
         eps: float = 0.0,
     ) -> tuple[Tensor, State]:
         """Return `merge(q_t S / (q_t . z + eps))` and the state, for q, i >= 0: S sums `i_s (x) v_s`, z sums `i_s`."""
+        if q_BHTK.shape[1] != v_BHTV.shape[1]:
+            raise uneven(self, q_BHTK.shape[1], v_BHTV.shape[1])
         tokens = v_BHTV.shape[2]
         mask = real_mask(lengths_B, tokens)
         state = self.sums_to_here(state, sums=(i_BHTK, v_BHTV), normalise=True)

@@ -22,10 +22,11 @@ from subquad.attention.sharing import added
 from subquad.config import later
 from subquad.ops import merge_attention
 from subquad.ops.attend import softmax_weights
+from subquad.ops.caches import advance
 from subquad.ops.patterns import Pattern
 from subquad.parallel import Sent
 from subquad.parallel.exchange import first_before, sent_for_earlier
-from subquad.state import State, advance
+from subquad.state import State
 
 
 class SinkAttention(BlockedAttention):
@@ -69,7 +70,7 @@ class SinkAttention(BlockedAttention):
         if state is not None and RING[0] in state:
             return self.mix_in_ring(x_BTD, state)
         seen, count = self.start(state, x_BTD.shape[1]), self.config.sinks
-        q, k, v = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)
+        q, k, v = self.projected(x_BTD, seen)
         state = self.with_first(self.near(state, k, v, self.patterns), k, v, count)
         k_BGSK, v_BGSK, old, real_B = self.with_cache(k, v, state, "", lengths_B)
         y_BHTK, lse_BHT = self.attend_with_lse(q, k_BGSK, v_BGSK, self.patterns, Places(seen, seen - old, real_B))
@@ -118,14 +119,14 @@ class SinkAttention(BlockedAttention):
         found = super().ring_slots(seen_B, near)
         return [*found, torch.where(seen_B < self.config.sinks, near + seen_B, found[0])] if self.far else found
 
-    def ring_bias(self, seen_B: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
+    def ring_bias(self, seen_B: Tensor, slots: int, q_BH1K: Tensor) -> Tensor:
         """Return 0 for keys that the token sees, the learned logit for the sink's key of zeros, else -inf."""
-        bias_BHN = super().ring_bias(seen_B, slots - self.behind, dtype)
+        bias_BHN = super().ring_bias(seen_B, slots - self.behind, q_BH1K)
         if self.far:
             p_BN = torch.arange(self.config.sinks, device=seen_B.device).expand(len(seen_B), -1)
-            bias_BHN = torch.cat([bias_BHN, self.bias_of(self.far, seen_B, p_BN, dtype)], 2)
+            bias_BHN = torch.cat([bias_BHN, self.bias_of(self.far, seen_B, p_BN, q_BH1K)], 2)
         if self.sink_logits is not None:
-            sink_BH1 = self.sink_logits.to(dtype)[:, None].expand(len(seen_B), -1, -1)
+            sink_BH1 = self.sink_logits.to(q_BH1K.dtype)[:, None].expand(len(seen_B), -1, -1)
             bias_BHN = torch.cat([bias_BHN, sink_BH1], 2)
         return bias_BHN
 

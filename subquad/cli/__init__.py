@@ -102,10 +102,15 @@ def guarded(run: Callable[[list[str]], int], arguments: Sequence[str], *, inform
         # The reader closed the pipe (`| head`). Discard the rest, or Python would report an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, TypeError, OSError, ImportError, ArithmeticError, MemoryError) as error:
+    except (ValueError, TypeError, OSError, ImportError, ArithmeticError, MemoryError, RuntimeError) as error:
+        text = str(error)
+        if isinstance(error, RuntimeError):
+            if not importlib.import_module("subquad.memory").is_out_of_memory(error):
+                raise
+            text = f"out of memory: {text.splitlines()[0]}"
         if debug:
             traceback.print_exc()
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {text or 'out of memory'}\n")
         if isinstance(error, TypeError) and not debug:  # wrong arguments have ended in Parser.checking
             sys.stderr.write("this may be a bug in the program: --debug shows where\n")
         return 1

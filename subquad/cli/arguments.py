@@ -64,7 +64,9 @@ _UNION = re.compile(
     r"Does not validate against any of the Union subtypes\s+Subtypes: \[(?P<types>.*?)\]\n.*Given value: (?P<value>.*)",
     re.DOTALL,
 )
-_LITERAL = re.compile(r"(?P<key>\S+): Expected a Literal\[(?P<choices>[^]]*)\]\. Got value: (?P<value>.*)", re.DOTALL)
+_LITERAL = re.compile(
+    r"(?P<key>\S+): Expected a Literal\[(?P<choices>[^]]*)\](?P<null> or null)?\. Got value: (?P<value>.*)", re.DOTALL
+)
 _NO_GROUP = re.compile(r"Parser key \"(?P<group>[^\"]+)\":\s+Unable to load config '(?P<value>[^']*)'")
 _NOT_FOR_FILES = {"help", "print_config", "print_shtab"}
 
@@ -114,26 +116,30 @@ class Parser(jsonargparse.ArgumentParser):
         help_text = "auto: a GPU if PyTorch finds one; cpu: always the CPU."
         self.add_argument("--device", type=Literal["auto", "cpu"], default="auto", help=help_text)
 
-    def helps(self) -> dict[str, str]:
-        """Return the help text of each option, by its name."""
-        return {action.dest: " ".join((action.help or "").split()) for action in self._actions}
-
     def made(self, config: type[Made], parsed: Any) -> Made:
         """Return the `config` whose fields `add_config` added, with the parsed values."""
         values = self.instantiate(parsed)
         return config(**{field.name: values[field.name] for field in dataclasses.fields(config)})
 
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **named: Any) -> Any:  # type: ignore[override]
-        """Parse as argparse does, accepting dashes for the underscores of an option's name."""
+        """Parse as argparse does, accepting dashes and underscores for each other in an option's name."""
         self.files, self.reading = [], None
         return super().parse_args(None if args is None else [self._named(text) for text in args], *rest, **named)
 
     def _named(self, text: str) -> str:
-        """Return `--keep_every=4` for `--keep-every=4` if only the former is an option."""
+        """Return `--keep_every=4` for `--keep-every=4`, and the reverse, if only the former is an option."""
         flag, equals, value = text.partition("=")
-        flags = {option for action in self._actions for option in action.option_strings}
-        other = "--" + flag.removeprefix("--").replace("-", "_")
-        return other + equals + value if flag.startswith("--") and flag not in flags and other in flags else text
+        if not flag.startswith("--"):
+            return text
+        flags = {option.replace("-", "_"): option for action in self._actions for option in action.option_strings}
+        plain = flag.replace("-", "_")
+        if re.match(r"__(\w+\.)*options\.", plain):  # of a mechanism: names without dashes
+            return f"--{plain[2:]}{equals}{value}"
+        return flags.get(plain, flag) + equals + value
+
+    def format_help(self, *given: Any, **named: Any) -> str:
+        """Return the help with `null` for None, as files and options have it."""
+        return re.sub(r"\bNone\b", "null", super().format_help(*given, **named))
 
     @contextmanager
     def checking(self) -> Iterator[None]:
@@ -188,13 +194,14 @@ class Parser(jsonargparse.ArgumentParser):
 
 
 def _plain(message: str) -> str:
-    """Return a message about a type on one line, without None among the choices and with a `Literal` as its values."""
+    """Return a message about a type on one line, with null for None and with a `Literal` as its values."""
     if union := _UNION.search(message):
-        types = union["types"].removesuffix(", NoneType")
+        types = re.sub(", NoneType$", " or null", union["types"])
         message = f"{message[: union.start()]}Expected a {types}. Got value: {union['value']}"
     if not (literal := _LITERAL.fullmatch(message)):
         return message
     key, value, choices = literal["key"], literal["value"], re.findall(r"'([^']*)'", literal["choices"])
+    choices += ["null"] if literal["null"] else []
     hint = suggest(value, choices)
     if len(choices) == 1:
         return f"unknown {key} {value!r}; {hint}"

@@ -25,6 +25,7 @@ from torch import nn
 from subquad.attention import mechanism, names
 from subquad.cli.arguments import Parser
 from subquad.cli.tables import show_line
+from subquad.cli.threads import keep_to_idle_cores
 from subquad.config import suggest
 from subquad.data import load_tokenizer
 from subquad.data.files import write_json
@@ -67,6 +68,7 @@ def run(arguments: Sequence[str]) -> int:
     """Parse, audit and print; return 1 if there is a violation, else 0."""
     parser = make_parser()
     chosen = parser.parse_args(arguments)
+    keep_to_idle_cores(chosen.device)
     with parser.checking():
         _check(chosen)
         config = AuditConfig(**{name: chosen[name] for name in AuditConfig.__dataclass_fields__})

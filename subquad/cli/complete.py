@@ -21,7 +21,8 @@ from torch import Tensor
 
 from subquad import training
 from subquad.cli.arguments import Parser, check_output
-from subquad.cli.tables import facts, show_line
+from subquad.cli.tables import facts, progress
+from subquad.cli.threads import keep_to_idle_cores
 from subquad.config import check_at_least
 from subquad.data.files import write_json
 from subquad.data.images import ImageSet
@@ -73,6 +74,7 @@ def run(arguments: Sequence[str]) -> int:
     """Parse, complete, print, return the exit status."""
     parser = make_parser()
     asked = parser.parse_args(arguments)
+    keep_to_idle_cores(asked.device)
     with parser.checking():
         out = _check(asked)
         subject = prepare(asked)
@@ -102,12 +104,6 @@ def picture_file(asked: str | None, default: Path) -> Path:
         raise ValueError(f"--out must name a .png file, got {asked!r}")
     check_output("out", asked)
     return Path(asked)
-
-
-def show_pixels(done: int, pixels: int) -> None:
-    """Show progress in per cent in one line."""
-    if done == pixels or done * 100 // pixels != (done - 100) * 100 // pixels:
-        show_line(f"{done / pixels:4.0%} of {pixels:,} bytes", last=done == pixels)
 
 
 @dataclass(frozen=True)
@@ -175,15 +171,16 @@ def prepare(asked: Namespace) -> Subject:
 def complete(subject: Subject, asked: Namespace) -> Completions:
     """Draw the completions and measure them."""
     pixels_NT, occluded_T = subject.images.flat, subject.occluded
-    drawn = complete_images(
-        subject.loaded.model,
-        pixels_NT.repeat_interleave(asked.samples, 0),
-        occluded_T,
-        temperature=asked.temperature,
-        seed=asked.seed,
-        batch_size=asked.batch_size,
-        progress=show_pixels if sys.stderr.isatty() else None,
-    )
+    with progress("byte") as shown:
+        drawn = complete_images(
+            subject.loaded.model,
+            pixels_NT.repeat_interleave(asked.samples, 0),
+            occluded_T,
+            temperature=asked.temperature,
+            seed=asked.seed,
+            batch_size=asked.batch_size,
+            progress=shown,
+        )
     evaluation = evaluate_images(
         subject.loaded.model, pixels_NT, occluded_T=occluded_T, batch_size=min(asked.batch_size, MOST_AT_ONCE)
     )

@@ -67,7 +67,8 @@ def run(arguments: Sequence[str]) -> int:
         length = _length(config, values["length"])
         _check(config, values)
     begin = time.perf_counter()
-    corpus = labelled_corpus(config, length, workers=values["workers"], progress=counter())
+    with counter() as shown:
+        corpus = labelled_corpus(config, length, workers=values["workers"], progress=shown)
     record = _record(config, length, corpus, time.perf_counter() - begin)
     _print(config, corpus, record)
     if values["out"] is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from subquad import adaptation, training
 from subquad.cli.arguments import RUN_HELP, Parser, check_output, data_is_a_path
 from subquad.cli.tables import class_table, image_table, position_table, progress, text_table
+from subquad.cli.threads import keep_to_idle_cores
 from subquad.data import TokenSet, TokenShard, prepare
 from subquad.data.corpus import prepare_shard
 from subquad.data.files import write_json
@@ -24,6 +25,7 @@ from subquad.evaluation.config import EvalConfig
 from subquad.models.image import ImageModel
 from subquad.parsing import read_json_mapping
 from subquad.training.config import TrainConfig
+from subquad.training.task import count_items, spread
 from subquad.training.tasks_classify import labelled
 
 DEFAULT_LENGTH = 1024
@@ -64,6 +66,7 @@ def run(arguments: Sequence[str]) -> int:
         folder = values.pop("run")
         options = EvalConfig(**{name: value for name, value in values.items() if name not in TASK_OPTIONS})
         check_output("json", options.json)
+    keep_to_idle_cores(options.device)
     if names is not None:
         return _ask(parser, folder, names, parsed, options)
     evaluation: Evaluation | ClassEvaluation | ImageEvaluation
@@ -76,7 +79,8 @@ def run(arguments: Sequence[str]) -> int:
     elif training.runs.is_image_model(folder):
         with parser.checking():
             model, images_NT = _load_images(folder, options)
-        evaluation = evaluate_images(model, images_NT, batch_size=options.batch_size, progress=progress("image"))
+        with progress("image") as shown:
+            evaluation = evaluate_images(model, images_NT, batch_size=options.batch_size, progress=shown)
         tables = [image_table(evaluation)]
     else:
         with parser.checking():
@@ -132,19 +136,20 @@ def _evaluate(loaded: training.runs.LoadedRun, config: EvalConfig) -> Evaluation
     documents = config.documents
     if documents is None:  # as in training
         documents = loaded.config is not None and loaded.config.data.pack == "documents"
-    return evaluate(
-        loaded.decoder,
-        shard.tokens,
-        length=length,
-        stride=config.stride,
-        windows=config.windows,
-        batch_size=config.batch_size,
-        documents=shard.documents if documents else None,
-        text_bytes=shard.text_bytes,
-        words=shard.words,
-        decode=loaded.tokenizer.decode,
-        progress=progress("window"),
-    )
+    with progress("window") as shown:
+        return evaluate(
+            loaded.decoder,
+            shard.tokens,
+            length=length,
+            stride=config.stride,
+            windows=config.windows,
+            batch_size=config.batch_size,
+            documents=shard.documents if documents else None,
+            text_bytes=shard.text_bytes,
+            words=shard.words,
+            decode=loaded.tokenizer.decode,
+            progress=shown,
+        )
 
 
 def text_of(
@@ -178,21 +183,23 @@ def _load_classifier(folder: str, options: EvalConfig) -> training.runs.LoadedCl
 
 
 def evaluate_classes(model: Any, config: TrainConfig, examples: int | None, batch_size: int) -> ClassEvaluation:
-    """Measure a classifier and a bag-of-tokens baseline on the first `examples` test sequences (None: all)."""
+    """Measure a classifier and a bag-of-tokens baseline on `examples` test sequences, evenly spread (None: all)."""
     corpus: Any = labelled(config)  # Any, since torch's Dataset type has no length
     train, test = len(corpus.train), len(corpus.test)
+    items = spread(corpus.test, test if examples is None else examples)
     baseline = None
     if train > 1:
         baseline = fit_bag_of_tokens(corpus.train, train, vocab_size=corpus.vocab_size, classes=len(corpus.classes))
-    return evaluate_classifier(
-        model.model,
-        corpus.test,
-        test if examples is None else min(examples, test),
-        corpus.classes,
-        batch_size=batch_size,
-        baseline=baseline,
-        progress=progress("batch"),
-    )
+    with progress("batch") as shown:
+        return evaluate_classifier(
+            model.model,
+            items,
+            count_items(items),
+            corpus.classes,
+            batch_size=batch_size,
+            baseline=baseline,
+            progress=shown,
+        )
 
 
 def _load_images(folder: str, options: EvalConfig) -> tuple[ImageModel, Tensor]:

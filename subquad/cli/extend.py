@@ -44,15 +44,16 @@ def run(arguments: Sequence[str]) -> int:
     if result.interrupted:
         return _stopped(result.steps, config, "the extension")
     device = result.model.device
-    losses = extension_report.measure(
-        config,
-        result,
-        corpus,
-        plan,
-        device,
-        begin=lambda name: sys.stderr.write(f"loss by position: {name}\n"),
-        progress=progress("window"),
-    )
+    with progress("window") as shown:
+        losses = extension_report.measure(
+            config,
+            result,
+            corpus,
+            plan,
+            device,
+            begin=lambda name: sys.stderr.write(f"loss by position: {name}\n"),
+            progress=shown,
+        )
     seconds = time.perf_counter() - begin
     report = extension_report.make_report(config, result, plan, losses, seconds, device=device, resumed=resumed)
     extension_report.write(report, result.folder)

@@ -17,8 +17,9 @@ from jsonargparse import Namespace
 
 from subquad import training
 from subquad.cli.arguments import RUN_HELP, Parser, check_output
-from subquad.cli.complete import picture_file, show_pixels
-from subquad.cli.tables import show_line
+from subquad.cli.complete import picture_file
+from subquad.cli.tables import progress
+from subquad.cli.threads import keep_to_idle_cores
 from subquad.config import check_at_least
 from subquad.data.special_tokens import separator_id, special_ids
 from subquad.data.tokenizers import encode_prompt, encode_text
@@ -76,9 +77,9 @@ def make_parser() -> Parser:
     )
     parser.add_argument("run", type=str, help=RUN_HELP)
     parser.add_argument("--prompt", type=str, default=None, help=PROMPT_HELP)
-    parser.add_argument("--prompt-file", type=str, default=None, help="UTF-8 text file to continue.")
-    parser.add_argument("--state-in", type=str, default=None, help=STATE_IN_HELP)
-    parser.add_argument("--state-out", type=str, default=None, help=STATE_OUT_HELP)
+    parser.add_optional("--prompt-file", "UTF-8 text file to continue.")
+    parser.add_optional("--state-in", STATE_IN_HELP)
+    parser.add_optional("--state-out", STATE_OUT_HELP)
     parser.add_argument("--stop", type=str, action="append", default=[], help=STOP_HELP)
     parser.add_argument("--samples", type=int, default=1, help=SAMPLES_HELP)
     parser.add_argument("--beams", type=int, default=1, help=BEAMS_HELP)
@@ -100,6 +101,7 @@ def run(arguments: Sequence[str]) -> int:
     """Parse and generate; return the exit status."""
     parser = make_parser()
     asked = parser.parse_args(arguments)
+    keep_to_idle_cores(asked.device)
     if asked.images is not None:
         _draw_images(parser, asked)
         return 0
@@ -348,13 +350,18 @@ def _print_samples(start: Start, asked: Namespace) -> None:
     ]
     streams = {id(request): TextStream(start.loaded.tokenizer, start.tokens, asked.stop) for request in requests}
     texts, state_bytes = {id(request): start.prompt for request in requests}, 0
-    while decoder.waiting or decoder.running:
-        state_bytes = max(state_bytes, decoder.state_bytes)
-        for request, token in decoder.step():
-            if token not in start.stop_tokens:
-                texts[id(request)] += streams[id(request)].push(token)
-            if streams[id(request)].stopped is not None:
-                decoder.cancel(request)
+    most = start.sampling.max_tokens
+    with progress("token") as show:
+        while decoder.waiting or decoder.running:
+            state_bytes = max(state_bytes, decoder.state_bytes)
+            for request, token in decoder.step():
+                if token not in start.stop_tokens:
+                    texts[id(request)] += streams[id(request)].push(token)
+                if streams[id(request)].stopped is not None:
+                    decoder.cancel(request)
+            if show:
+                done = (most if request.finished else len(request.tokens) for request in requests)
+                show(sum(done), most * len(requests))
     for request in requests:
         if request.error is not None:
             raise request.error
@@ -392,21 +399,28 @@ def _write_texts(start: Start, asked: Namespace) -> None:
 
     The file appears once it is complete, without empty texts. Statistics go to standard error.
     """
-    begin, shown = time.perf_counter(), sys.stderr.isatty()
+    begin, most = time.perf_counter(), start.sampling.max_tokens
     decoder, tokens = start.loaded.decoder, start.tokens
     begin_token = _begin_token(start.loaded)
     ends = start.stop_tokens if begin_token is None else start.stop_tokens | {begin_token}
     reading = Generation(decoder, tokens, start.sampling)
     reading.prefill()
     texts, count = list[str](), 0
-    for first in range(0, asked.texts, ROWS):
-        samplings = start.samplings(range(first, min(first + ROWS, asked.texts)))
-        for found in continue_together(decoder, tokens, samplings, state=reading.state, stop_tokens=ends):
-            own = found.tokens[:-1] if found.finished == "stop" else found.tokens
-            texts.append(start.loaded.tokenizer.decode(tokens + own, skip_special_tokens=True).strip())
-            count += len(own)
-        if shown:
-            show_line(f"{len(texts):,} of {asked.texts:,} texts", last=len(texts) == asked.texts)
+    with progress("token") as show:
+
+        def shown(done: int) -> None:
+            if show:
+                show(len(texts) * most + done, asked.texts * most)
+
+        for first in range(0, asked.texts, ROWS):
+            samplings = start.samplings(range(first, min(first + ROWS, asked.texts)))
+            for found in continue_together(
+                decoder, tokens, samplings, state=reading.state, stop_tokens=ends, progress=shown
+            ):
+                own = found.tokens[:-1] if found.finished == "stop" else found.tokens
+                texts.append(start.loaded.tokenizer.decode(tokens + own, skip_special_tokens=True).strip())
+                count += len(own)
+            shown(0)
     draft = Path(f"{asked.out_file}.tmp")
     with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file:
         for number, text in enumerate(texts, 1):
@@ -436,14 +450,15 @@ def _draw_images(parser: Parser, asked: Namespace) -> None:
     seed = int.from_bytes(os.urandom(4), "little") if sampling.seed is None else sampling.seed
     with parser.checking():
         loaded = training.runs.load_image_run(asked.run, asked.device, asked.adapter)
-    drawn = generate_images(
-        loaded.model,
-        asked.images,
-        temperature=sampling.temperature,
-        seed=seed,
-        batch_size=asked.batch_size,
-        progress=show_pixels if sys.stderr.isatty() else None,
-    )
+    with progress("byte") as shown:
+        drawn = generate_images(
+            loaded.model,
+            asked.images,
+            temperature=sampling.temperature,
+            seed=seed,
+            batch_size=asked.batch_size,
+            progress=shown,
+        )
     images = drawn.pixels_NT.view(-1, *loaded.model.config.shape).numpy()
     picture_of(square(list(images))).save(out, format="PNG")
     sys.stderr.write(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -18,11 +17,13 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from subquad.attention import LAWS, build, mechanism, names
+from subquad.attention import build, mechanism, names
+from subquad.attention.base import LAWS
 from subquad.cli.arguments import Parser
 from subquad.cli.tables import console, has_width
-from subquad.config import Config, suggest
+from subquad.config import suggest
 from subquad.models.stacks import STACKS
+from subquad.options import options
 from subquad.recipes import recipe_path, recipes
 
 WIDTH = 160
@@ -202,23 +203,3 @@ def markdown() -> str:
     lines += [(f"`{name}`", *rest) for name, *rest in _rows()]
     table = "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
     return f"{table}\n\n*{NOTE}.*"
-
-
-def options(config: type[Config]) -> list[tuple[str, str, str, str]]:
-    """Return name, type, default and help of a configuration's options, a mechanism's `dim` and `num_heads` first."""
-    parser = Parser()
-    parser.add_class_arguments(config, None, as_group=False)
-    helps, found = parser.helps(), []
-    for field in dataclasses.fields(config):
-        hint = get_type_hints(config)[field.name]
-        kind = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
-        found.append((field.name, kind, _default(field), helps.get(field.name, "")))
-    return found
-
-
-def _default(field: dataclasses.Field) -> str:
-    if field.default is not dataclasses.MISSING:
-        return str(field.default)
-    if field.default_factory is not dataclasses.MISSING:
-        return str(field.default_factory())
-    return "required"

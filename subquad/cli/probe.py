@@ -13,6 +13,7 @@ from subquad import training
 from subquad.cli.arguments import Parser
 from subquad.cli.eval import text_of
 from subquad.cli.tables import counter, print_table
+from subquad.cli.threads import keep_to_idle_cores
 from subquad.config import check_at_least
 from subquad.data.files import write_json
 from subquad.data.tokenizers import tokenizer_hash
@@ -68,6 +69,7 @@ def run(arguments: Sequence[str]) -> int:
     """Parse, measure, print and write; return the exit status."""
     parser = make_parser()
     chosen = parser.parse_args(arguments)
+    keep_to_idle_cores(chosen.device)
     with parser.checking():
         options = read_options(chosen)
         subjects = load_subjects(chosen.runs, options)
@@ -75,7 +77,8 @@ def run(arguments: Sequence[str]) -> int:
         for subject in subjects:
             for length in options.lengths:
                 subject.check(options, length)
-    report = measure(subjects, options, progress=counter(" sequences"))
+    with counter("sequences") as shown:
+        report = measure(subjects, options, progress=shown)
     _print(report)
     if chosen.out is not None:
         _write(report, Path(chosen.out))

@@ -10,6 +10,7 @@ from pathlib import Path
 from subquad import training
 from subquad.cli.arguments import RUN_HELP, Parser
 from subquad.cli.generate import ADAPTER_HELP
+from subquad.cli.threads import keep_to_idle_cores
 from subquad.serving.config import ServeConfig
 
 KEY_VARIABLE = "SUBQUAD_API_KEY"
@@ -44,6 +45,7 @@ def run(arguments: Sequence[str]) -> int:
     values = parser.parse_args(arguments).as_dict()
     folder, host, port, device, name = (values.pop(key) for key in ("run", "host", "port", "device", "name"))
     adapter = values.pop("adapter")
+    keep_to_idle_cores(device)
     api_key = values.pop("api_key")
     with parser.checking():
         config = ServeConfig(**values)

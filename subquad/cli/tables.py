@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -153,16 +155,30 @@ def show_line(text: str, *, last: bool = False) -> None:
     sys.stderr.flush()
 
 
-def counter(unit: str = "") -> Callable[[str, int, int], None] | None:
-    """Return a function that shows `WHAT: DONE of ALL UNIT`; None if standard error isn't a terminal."""
+@contextmanager
+def counter(unit: str = "") -> Iterator[Callable[[str, int, int], None] | None]:
+    """Yield a function that shows a bar `WHAT DONE/ALL UNIT` within the block; None if standard error is no terminal.
 
-    def show(what: str, done: int, total: int) -> None:
-        show_line(f"{what}: {done:,} of {total:,}{unit}", last=done == total)
+    Standard output stays as it is: rich would move it to the bar's console.
+    """
+    shown = Console(stderr=True)
+    if not shown.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
+    with Progress(*columns, TimeRemainingColumn(), console=shown, redirect_stdout=False) as bar:
+        bars: dict[str, TaskID] = {}
 
-    return show if sys.stderr.isatty() else None
+        def show(what: str, done: int, total: int) -> None:
+            if what not in bars:
+                bars[what] = bar.add_task(what)
+            bar.update(bars[what], completed=done, total=total)
+
+        yield show
 
 
-def progress(what: str) -> Callable[[int, int], None] | None:
-    """Return a function that shows `WHAT: DONE of ALL`; None if standard error isn't a terminal."""
-    show = counter()
-    return show and partial(show, what)
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Yield a function that shows a bar `WHAT DONE/ALL` within the block; None if standard error is no terminal."""
+    with counter() as show:
+        yield show and partial(show, what)

@@ -1,8 +1,9 @@
-"""The number of CPU threads of a command that trains."""
+"""The number of CPU threads of a command: the cores that other processes leave idle."""
 
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import torch
@@ -13,19 +14,31 @@ from subquad.training.config import RunConfig
 from subquad.training.processes import device_type, world_size
 
 logger = logging.getLogger(__name__)
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Environment variables by which a user sets PyTorch's number of threads."""
+
+
+def keep_to_idle_cores(device: str) -> None:
+    """Set PyTorch's number of threads for the rest of the process to `idle_threads`, for a command on `device`."""
+    threads = idle_threads(device, VARIABLES[0])
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 def with_threads(run: RunConfig) -> RunConfig:
-    """Return the settings of a run with its number of threads filled in."""
+    """Return the settings of a run with its number of threads filled in, which is set for what follows training too."""
     kept = Path(run.folder) / "config.yaml"
-    return run.replace(threads=kept_threads(run.threads, run.device, kept, "run.threads"))
+    run = run.replace(threads=kept_threads(run.threads, run.device, kept, "run.threads"))
+    if run.threads is not None:
+        torch.set_num_threads(run.threads)
+    return run
 
 
 def kept_threads(threads: int | None, device: str, settings: Path, option: str) -> int | None:
     """Return the number of threads of a training, kept when it resumes so that results are bitwise equal.
 
-    A given `threads` stays as it is, also None in one of several processes. Otherwise return the number in the file
-    `settings` of a resumed training; for a new one on a CPU, PyTorch's number less the cores that other processes use.
+    A given `threads` stays as it is. Otherwise return the number in the file `settings` of a resumed training, and
+    `idle_threads` for a new one.
     """
     if threads is not None or world_size() > 1:
         return threads
@@ -33,9 +46,22 @@ def kept_threads(threads: int | None, device: str, settings: Path, option: str) 
         kept = read_mapping(settings)
         kept = kept.get("run", kept)
         return kept.get("threads") if isinstance(kept, dict) else None
-    if device_type(device) != "cpu":
+    return idle_threads(device, option)
+
+
+def idle_threads(device: str, option: str) -> int | None:
+    """Return PyTorch's number of threads less the cores that other processes use; a number set in `VARIABLES` stays.
+
+    None on a GPU and in one of several processes, which leave the number as it is. A warning names the `option` that
+    sets another number.
+    """
+    if world_size() > 1 or device_type(device) != "cpu":
         return None
+    threads = torch.get_num_threads()
+    if threads == 1 or any(os.environ.get(name) for name in VARIABLES):
+        return threads
     found = free_threads()
-    if found < torch.get_num_threads():
-        logger.warning("%s is set to %d because other processes keep the other cores busy", option, found)
+    if found < threads:
+        busy = "%d of %d CPU threads are used because other processes keep the other cores busy; %s sets the number"
+        logger.warning(busy, found, threads, option)
     return found

@@ -20,7 +20,7 @@ class DataConfig(Config):
     path: str = "stdlib"
     """Text to read: `stdlib` (the source of Python's standard library), a file, a folder, a glob, a tar or zip archive,
     a folder of token shards (written by `subquad data tokens`), or hf:NAME[:CONFIG[:SPLIT[:COLUMN]]] for a Hugging Face
-    dataset. Files may be compressed (.xz, .gz, .bz2)."""
+    dataset. Files may be compressed (.xz, .gz, .bz2); of .jsonl and .csv the column `text` is read."""
     held_out_path: str | None = None
     """Text to hold out, in the same forms as path; None: hold out a part of path."""
     held_out: float = 0.05
@@ -34,7 +34,7 @@ class DataConfig(Config):
     vocab_size: int = 4096
     """Vocabulary size of `bpe` and `unigram`, including the separator <|endoftext|>; ignored by other tokenizers."""
     skip_bad_files: bool = False
-    """Skip files that are not UTF-8 text, with a warning for each, instead of stopping at the first."""
+    """Skip files that are not UTF-8 text and damaged tables, with a warning each, instead of stopping at the first."""
     pack: Literal["stream", "documents"] = "stream"
     """stream: cut windows from all documents joined together, so attention crosses document ends; documents: pack
     whole documents into windows, attention stays within each (documents longer than a window are split)."""

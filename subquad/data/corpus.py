@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import tokenizers
 from tokenizers import Tokenizer
@@ -14,7 +15,7 @@ from subquad.config import digest
 from subquad.data.config import DataConfig
 from subquad.data.files import Progress, cache_folder, fill_once, remove, sha256_of, silent, write_json
 from subquad.data.shards import FORMAT_VERSION, TokenShard
-from subquad.data.sources import Source, cut, hold_out, open_source
+from subquad.data.sources import READING_VERSION, Source, cut, hold_out, open_source
 from subquad.data.special_tokens import CONFIG, tokenizer_config
 from subquad.data.token_set import TokenSet, held_out_names, is_token_set
 from subquad.data.token_writer import encoded, shard_writer
@@ -25,6 +26,8 @@ from subquad.parsing import check_keys, read_json
 logger = logging.getLogger(__name__)
 PLAIN = ("tokenizer.json", "held_out.txt", "names.json")
 """Files of a corpus that carry no checksum of their own."""
+FILES, NAMED = "data.files", 10_000
+"""A checkpoint's setting with the hashes of the text's files by name, and the most files for which it is kept."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Corpus:
     """A prepared corpus: its tokenizer, and a shard or set of shards for each part.
 
     `fingerprint` is a hash of the names and contents of the text. `train_files` and `held_out_files` name the documents
-    of each part (empty for the rows of a dataset); a single document is split and named in both.
+    of each part (empty for the rows of a dataset); a single document is split and named in both. `hashes` are those of
+    the files or shards, by name; of two with one name it has the one that is trained on.
     """
 
     folder: Path
@@ -42,11 +46,18 @@ class Corpus:
     fingerprint: str
     train_files: tuple[str, ...]
     held_out_files: tuple[str, ...]
+    hashes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def files(self) -> tuple[str, ...]:
         """Names of all documents, sorted."""
         return tuple(sorted({*self.train_files, *self.held_out_files}))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The digest that a resumed run must find again, and hashes of up to `NAMED` files, to name what changed."""
+        files = {FILES: dict(self.hashes)} if 0 < len(self.hashes) <= NAMED else {}
+        return {"data": digest([self.fingerprint, self.train_files, len(self.train)]), **files}
 
     def held_out_text(self) -> bytes:
         """Return the held-out documents joined, `held_out.text_bytes` bytes; `ValueError` for a set, which has none."""
@@ -79,7 +90,7 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
             "held_out": [config.held_out, config.split_seed] if config.held_out_path is None else "apart",
             "tokenizer": recipe if fixed is None else tokenizer_hash(fixed),
             "skip_bad_files": config.skip_bad_files,
-            "versions": [FORMAT_VERSION, tokenizers.__version__],
+            "versions": [FORMAT_VERSION, READING_VERSION, tokenizers.__version__],
         }
     )
     folder = cache_folder(config.cache) / f"corpus-{key}"
@@ -92,7 +103,7 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
             _check_unchanged(source, before)
 
     fill_once(folder, lambda: _open(folder), fill)
-    return _open(folder)
+    return replace(_open(folder), hashes={**sources[-1].hashes, **sources[0].hashes})
 
 
 def prepare_shard(
@@ -106,7 +117,7 @@ def prepare_shard(
     """Return all text at `path`, in a form of `DataConfig.path`, as one shard; caches and raises as `prepare`."""
     source = open_source(path, skip_bad_files=skip_bad_files)
     before, made_by = source.fingerprint(), tokenizer_hash(tokenizer)
-    key = digest([before, made_by, skip_bad_files, FORMAT_VERSION, tokenizers.__version__])
+    key = digest([before, made_by, skip_bad_files, FORMAT_VERSION, READING_VERSION, tokenizers.__version__])
     folder = cache_folder(cache) / f"shard-{key}"
     file = folder / "all.tokens"
 
@@ -159,6 +170,7 @@ def open_token_corpus(config: DataConfig) -> Corpus:
         fingerprint=digest([train.fingerprint, held_out.fingerprint]),
         train_files=tuple(entry.name for entry in train.entries),
         held_out_files=tuple(entry.name for entry in held_out.entries),
+        hashes={entry.name: entry.sha256 for entry in (*held_out.entries, *train.entries)},
     )
 
 
@@ -204,13 +216,14 @@ def _build(
             stream.writelines(spool[part] for part in held_out)
     remove(folder / "text")
     names = {
-        side: [part.name for part in parts if part.name] for side, parts in (("train", train), ("held_out", held_out))
+        side: list(dict.fromkeys(part.name for part in parts if part.name))  # rows share their file's
+        for side, parts in (("train", train), ("held_out", held_out))
     }
     write_json(folder / "names.json", names)
 
 
 class _Part(NamedTuple):
-    """A document or part of one: its name (empty for a dataset's row) and its range of bytes in the spool."""
+    """A document or part of one: its file's name (empty for a dataset's row) and its range of bytes in the spool."""
 
     name: str
     start: int
@@ -234,7 +247,7 @@ class _Spool:
         before, end = len(self.parts), self.stream.seek(0, 2)
         for number, document in enumerate(source.documents(), 1):
             start, end = end, end + self.stream.write(document.text)
-            self.parts.append(_Part(document.name if source.names else "", start, end))
+            self.parts.append(_Part(document.name, start, end))
             self.keys.append(document.key)
             self.progress("reading", number, max(number, len(source.names)))
         if len(self.parts) == before:

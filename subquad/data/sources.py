@@ -1,11 +1,12 @@
 """Read documents from files, folders, globs, archives, Python's own source and Hugging Face datasets.
 
-A document is UTF-8 text, kept as the bytes that were read. Its name is relative to the path asked for, with `/`
-between the parts, so that it is the same on every machine.
+A document is UTF-8 text, kept as the bytes that were read but for a byte-order mark at the beginning. Its file's name
+is relative to the path asked for, with `/` between the parts, so that it is the same on every machine.
 """
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
 import io
@@ -15,18 +16,23 @@ import sysconfig
 import tarfile
 import unicodedata
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from subquad.config import suggest
 from subquad.data.files import check_path
 from subquad.data.packed import BAD_ZIP, DAMAGE, check_zip, most, too_much, unpack, unpack_any
+from subquad.data.texts import BadTextError, check_text, rows_of
 
 logger = logging.getLogger(__name__)
 
+READING_VERSION = 2
+"""Changes whenever the same files give other documents, so that prepared data is made again."""
 STDLIB_LEAVES_OUT = frozenset({"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"})
 _ARCHIVES = (".tar", ".tar.bz2", ".tar.gz", ".tar.xz", ".tgz", ".txz")
+HUB_SECONDS = 10.0
+"""Longest wait for the Hugging Face Hub to answer at all."""
 TAR_MARK = slice(257, 262)
 """Place of a tar archive's magic bytes; OpenWebText's archives are named .xz, so names are not enough."""
 _DAMAGE = (*DAMAGE, *BAD_ZIP, tarfile.TarError)
@@ -47,12 +53,8 @@ class TarBytes(io.BytesIO):
         return super().read(size)
 
 
-class BadTextError(ValueError):
-    """A file is not UTF-8 text; the message names the file and, if there is one, the offset."""
-
-
 class Document(NamedTuple):
-    """A text and its name; the split hashes `key`, the name or, for rows of a dataset, the text."""
+    """A text and its file's name; the split hashes `key`, the name or, for rows of a table or dataset, the text."""
 
     name: str
     text: bytes
@@ -60,10 +62,14 @@ class Document(NamedTuple):
 
 
 class Source(Protocol):
-    """Documents in a fixed order, read from the path `asked`; `names` lists its files, if it has any."""
+    """Documents in a fixed order, read from the path `asked`.
+
+    `names` lists its files, if it has any; `hashes` holds the SHA-256 of each by name, once `fingerprint` was called.
+    """
 
     asked: str
     names: list[str]
+    hashes: dict[str, str]
 
     def fingerprint(self) -> str:
         """Return a hash of all names and contents."""
@@ -94,7 +100,8 @@ def open_source(path: str, *, skip_bad_files: bool = False) -> Source:
     files = [Path(found) for found in sorted(glob.glob(str(place), recursive=True)) if os.path.isfile(found)]
     if not files:
         raise FileNotFoundError(f"the glob {path!r} matches no file")
-    return FileSource(path, Path(os.path.commonpath([file.parent for file in files])), files, skip_bad_files)
+    root = Path(os.path.commonpath([file.parent for file in files]))
+    return FileSource(path, root, _once(files, root), skip_bad_files)
 
 
 def check_source(path: str) -> None:
@@ -104,12 +111,29 @@ def check_source(path: str) -> None:
 
 
 def _files_below(root: Path) -> list[Path]:
-    """Return all files below `root` that are not hidden, sorted."""
-    found = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(folder, name) for name in files if not name.startswith(".")]
-    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+    """Return all files below `root` that are not hidden, sorted; links to folders are followed, each folder once."""
+    found: list[Path] = []
+    seen: set[str] = set()
+    waiting = [root]
+    for top in waiting:  # links wait, so that a folder's own name comes before those of its links
+        for folder, folders, files in os.walk(top):
+            here = os.path.realpath(folder)
+            folders[:] = [] if here in seen else sorted(name for name in folders if not name.startswith("."))
+            waiting += [link for name in folders if (link := Path(folder, name)).is_symlink()]
+            found += [] if here in seen else [Path(folder, name) for name in files if not name.startswith(".")]
+            seen.add(here)
+    return _once(found, root)
+
+
+def _once(files: Iterable[Path], root: Path) -> list[Path]:
+    """Return the files sorted by their names below `root`, each once, though links may lead to it again."""
+    names = {file: file.relative_to(root).as_posix() for file in files}
+    top, found = os.path.realpath(root), dict[str, Path]()
+    for file, name in names.items():
+        real = os.path.realpath(file)
+        if real not in found or real == os.path.join(top, name):
+            found[real] = file
+    return sorted(found.values(), key=names.__getitem__)
 
 
 def _stdlib_files(root: Path) -> list[Path]:
@@ -122,7 +146,7 @@ def _stdlib_files(root: Path) -> list[Path]:
 
 
 class FileSource:
-    """Files, each one document, and archives, with one document for each member; empty files hold none."""
+    """Files, each one document, or one for each row (JSON lines, CSV) or member (archives); empty ones hold none."""
 
     def __init__(self, asked: str, root: Path, files: list[Path], skip_bad_files: bool) -> None:
         self.asked = asked
@@ -130,6 +154,7 @@ class FileSource:
         names = (os.fsencode(file.relative_to(root).as_posix()).decode("utf-8", "backslashreplace") for file in files)
         self.files = dict(zip((unicodedata.normalize("NFC", name) for name in names), files, strict=True))
         self.names = list(self.files)
+        self.hashes: dict[str, str] = {}
         self.skip_bad_files = skip_bad_files
 
     def fingerprint(self) -> str:
@@ -139,7 +164,9 @@ class FileSource:
             if file.exists() and not file.is_file():  # reading a pipe would block
                 raise BadTextError(f"{file} is not a regular file but a pipe, a socket or a device")
             with file.open("rb") as stream:
-                _add(total, name, hashlib.file_digest(stream, "sha256").digest())
+                content = hashlib.file_digest(stream, "sha256")
+            _add(total, name, content.digest())
+            self.hashes[name] = content.hexdigest()
         return total.hexdigest()
 
     def documents(self) -> Iterator[Document]:
@@ -153,10 +180,13 @@ class FileSource:
                 raw = file.read_bytes()
                 if not raw and len(self.files) == 1:
                     raise BadTextError(f"{file} is empty: there is no text to read")
-                for inner, text in _unpack(name, raw, file):
+                for inner, content in _unpack(name, raw, file):
                     shown = str(file) if inner == name else f"{file}: {inner}"
+                    text = content.removeprefix(codecs.BOM_UTF8)
                     if not text:
                         logger.info("%s is empty and holds no document", shown)
+                    elif (rows := rows_of(inner, text, shown, file.parent)) is not None:
+                        yield from _row_documents(inner, rows, shown, self.skip_bad_files)
                     elif _is_text(text, shown, self.skip_bad_files):
                         yield Document(inner, text, inner.encode())
             except BadTextError as error:
@@ -175,6 +205,7 @@ class DatasetSource:
         config, split, column = [*rest, "", "", ""][:3]
         self.asked = asked
         self.names: list[str] = []
+        self.hashes: dict[str, str] = {}
         self.skip_bad_files = skip_bad_files
         self.rows = hub_dataset(asked, name, config or None, split=split or "train")
         self.column = column or "text"
@@ -191,33 +222,41 @@ class DatasetSource:
 
     def documents(self) -> Iterator[Document]:
         """Yield the rows with text; raise `BadTextError`, or warn with `skip_bad_files`, at a row with a NUL."""
-        for number, row in enumerate(self.rows[self.column]):
-            text = (row or "").encode()
-            if text and _is_text(text, f"{self.asked}, row {number}", self.skip_bad_files):
-                yield Document(f"row {number}", text, text)
+        texts = ((row or "").encode() for row in self.rows[self.column])
+        yield from _row_documents("", texts, self.asked, self.skip_bad_files)
 
 
 def hub_dataset(asked: str, *arguments: Any, **options: Any) -> Any:
-    """Return `datasets.load_dataset(*arguments, **options)`; raise `ImportError` for `asked` without `datasets`."""
+    """Return `datasets.load_dataset(*arguments, **options)`.
+
+    Raises `ImportError` for `asked` without `datasets`, and `ConnectionError` if the Hub can't be reached.
+    """
     try:
         import datasets
     except ImportError as error:
         raise ImportError(
             f"{asked!r} needs the package datasets, which is not installed: pip install 'subquad[datasets]'"
         ) from error
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:  # `load_dataset` would try again for half a minute
+        HfApi().repo_info(arguments[0], repo_type="dataset", timeout=HUB_SECONDS)
+    except (HfHubHTTPError, OfflineModeIsEnabled, ValueError) as error:
+        logger.debug("load_dataset words it: %s", error)
+    except Exception as error:  # whatever the client of this version raises
+        raise ConnectionError(
+            f"{asked!r} is on the Hugging Face Hub, which can't be reached ({error}); HF_HUB_OFFLINE=1 takes the copy "
+            "of an earlier download"
+        ) from error
     return datasets.load_dataset(*arguments, **options)
 
 
-def check_text(text: bytes, name: str) -> None:
-    """Raise `BadTextError`, with the offset, at the first NUL or byte that is not UTF-8."""
-    if (offset := text.find(b"\0")) >= 0:
-        raise BadTextError(f"{name} is not text: it has a NUL at byte {offset}")
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadTextError(
-            f"{name} is not text: byte {error.start} is 0x{text[error.start]:02x}, which is not valid UTF-8"
-        ) from error
+def _row_documents(name: str, texts: Iterable[bytes], where: str, skip: bool) -> Iterator[Document]:
+    """Yield the rows with text; they are known by their text, so that equal ones are held out together."""
+    for number, text in enumerate(texts):
+        if text and _is_text(text, f"{where}, row {number}", skip):
+            yield Document(name, text, text)
 
 
 def _is_text(text: bytes, name: str, skip: bool) -> bool:

@@ -6,8 +6,7 @@ Shape letters: B slots, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from subquad.config import check_at_least
 from subquad.generation.generate import Continuation, Finished, checked_prompt, read_piece
 from subquad.generation.sampling import Sampler, SamplingConfig
-from subquad.generation.slots import FixedSlots, LooseSlots, join
+from subquad.generation.slots import FixedSlots, LooseSlots
 from subquad.inference import device_of, inference
 from subquad.models import Decoder
 from subquad.state import State
@@ -286,20 +285,22 @@ def continue_together(
     *,
     state: State | None = None,
     stop_tokens: Collection[int] = (),
+    progress: Callable[[int], None] | None = None,
 ) -> list[Continuation]:
     """Continue one prompt in one batch, a row for each of `samplings`, which must have the same `max_tokens`.
 
     All rows have the same length, so no slots are needed. `state` is the state of one row before the prompt's last
-    token. Ended rows are dropped from the batch once they are half of it: each drop copies the state.
+    token. Ended rows are dropped from the batch once they are half of it: each drop copies the state. `progress(n)` is
+    called after each step with the number of tokens that all rows have, or could have, by then.
     """
     found = [Continuation([], None) for _ in samplings]
     size, stops = model.config.vocab_size, frozenset(stop_tokens)
     choose = [Sampler(sampling, size, prompt, stop_tokens=stops) for sampling in samplings]
     rows = list(range(len(samplings)))
-    state = None if state is None else join([state] * len(rows))
+    state = None if state is None else State.cat([state] * len(rows))
     last, device = [prompt[-1]] * len(rows), device_of(model)
     with inference(model):
-        for _ in range(samplings[0].max_tokens):
+        for step in range(samplings[0].max_tokens):
             logits_BTV, state = model(torch.tensor(last, device=device)[:, None], state)
             for place, row in enumerate(rows):
                 if found[row].finished is not None:
@@ -308,11 +309,13 @@ def continue_together(
                 found[row].tokens.append(last[place])
                 if last[place] in stops:
                     found[row].finished = "stop"
+            if progress:
+                progress((step + 1) * len(found))
             going = [place for place, row in enumerate(rows) if found[row].finished is None]
             if not going:
                 break
             if 2 * len(going) <= len(rows):
-                state = state.map(partial(torch.index_select, dim=0, index=torch.tensor(going, device=device)))
+                state = state.select(going)
                 rows, last = [rows[place] for place in going], [last[place] for place in going]
     for continuation in found:
         continuation.finished = continuation.finished or "length"

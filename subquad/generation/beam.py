@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -73,7 +72,7 @@ def beam_search(
             rows = [[*rows[row], token] for row, token, _ in going]
             sums_B = torch.tensor([total for _, _, total in going], dtype=torch.float64)
             origin_B = torch.tensor([row for row, _, _ in going], device=logits_BTV.device)
-            state = state.map(partial(torch.index_select, dim=0, index=origin_B))
+            state = state.select(origin_B)
             last_B1 = torch.tensor([[row[-1]] for row in rows], device=logits_BTV.device)
             logits_BTV, state = model(last_B1, state)
     if not (going and _decided(going, ended, beams, length**length_penalty)):

@@ -10,7 +10,7 @@ Shape letters: B slots, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from subquad.generation.recorded import flat, joined, record, split
 from subquad.inference import device_of
 from subquad.layers.attached import attached
 from subquad.models import Decoder
-from subquad.state import State
+from subquad.state import State, fitted
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class FixedSlots:
         self._first, blank = _blank(model, 1), _final(model, capacity)
         self._shapes = shapes_of(blank)
         self._blank = self._in_ring(row_of(blank, 0))
-        self._like = join([self._blank] * slots, ragged=True)
+        self._like = State.cat([self._blank] * slots).with_counts_by_row()
         self._tensors = split(self._like)
         self._bytes = self._like.nbytes
         self._device = device_of(model)
@@ -109,7 +109,7 @@ class FixedSlots:
 
     def _put(self, slot: int, state: State, active: int) -> None:
         batch = joined(self._like, self._tensors)
-        _write(self._tensors, split(put(batch, torch.tensor([slot], device=self._device), state)))
+        _write(self._tensors, split(put(batch, torch.tensor([slot], device=self._device), state.with_counts_by_row())))
         self._active_B[slot] = active
 
 
@@ -151,7 +151,7 @@ class LooseSlots:
         if begun:
             states = [state for slot in begun if (state := self._states[slot]) is not None]
             tokens_B1 = torch.tensor([[tokens[slot]] for slot in begun], dtype=torch.long, device=device)
-            out_B1V, after = self._model(tokens_B1, join(states).to(device))
+            out_B1V, after = self._model(tokens_B1, State.cat(states).to(device))
             logits_BV[begun] = out_B1V[:, -1].to(logits_BV.dtype)
             self._states.update({slot: self._model.trim_state(row_of(after, i)) for i, slot in enumerate(begun)})
         return logits_BV
@@ -189,8 +189,6 @@ def _blank(model: Decoder, places: int) -> State:
 
 
 Shapes = Mapping[str, "tuple[int, ...] | Shapes"]
-COUNTS = ("seen", "start")
-"""Counts that belong to one sequence; all other numbers of a state belong to the model."""
 
 
 def shapes_of(state: State) -> Shapes:
@@ -202,18 +200,6 @@ def shapes_of(state: State) -> Shapes:
         elif isinstance(entry, Tensor):
             shapes[name] = tuple(entry.shape[1:])
     return shapes
-
-
-def fitted(entry: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return `entry` `[B, ...]` with `shape` after B: cut each dimension, or pad it with zeros, at the front."""
-    for dim, size in enumerate(shape, 1):
-        extra = size - entry.shape[dim]
-        if extra < 0:
-            entry = entry.narrow(dim, -extra, size)
-        elif extra > 0:
-            zeros = entry.new_zeros((*entry.shape[:dim], extra, *entry.shape[dim + 1 :]))
-            entry = torch.cat([zeros, entry], dim)
-    return entry
 
 
 def fit(state: State, shapes: Shapes) -> State:
@@ -246,14 +232,17 @@ def trimmed(shapes: Shapes, first: Shapes, seen: int) -> Shapes:
 
 
 def put(batch: State, row: Tensor, one: State) -> State:
-    """Return `batch` with `one` in `row` (`[1]`, on its device), its shapes and dtypes kept; missing entries are 0."""
+    """Return `batch` with `one`, whose counts are tensors, in `row` (`[1]`, on its device); missing entries are 0.
+
+    The shapes and dtypes of `batch` stay.
+    """
     entries: dict[str, Tensor | int | State] = {}
     for name, entry in batch.entries.items():
         new = one.entries.get(name)
         if isinstance(entry, State):
             entries[name] = put(entry, row, new if isinstance(new, State) else State({}))
         elif isinstance(entry, Tensor):
-            source = _as_tensor(new, entry)
+            source = new.to(entry) if isinstance(new, Tensor) else entry.new_zeros((1, *entry.shape[1:]))
             entries[name] = entry.index_copy(0, row, fitted(source, tuple(entry.shape[1:])))
         else:
             entries[name] = entry
@@ -272,34 +261,3 @@ def row_of(batch: State, row: int) -> State:
         else:
             entries[name] = entry
     return State(entries, batch.config_hash)
-
-
-def join(states: Sequence[State], *, ragged: bool = False) -> State:
-    """Return the batch of `states`, one sequence each; if `ragged` or they differ, counts become tensors `[B]`."""
-    ragged = ragged or any(len({state.entries.get(name) for state in states}) > 1 for name in COUNTS)
-    entries: dict[str, Tensor | int | State] = {}
-    names = dict.fromkeys(name for state in states for name in state.entries)
-    for name in names:
-        found = [state.entries.get(name) for state in states]
-        like = next(entry for entry in found if entry is not None)
-        if isinstance(like, State):
-            entries[name] = join(
-                [entry if isinstance(entry, State) else State({}, like.config_hash) for entry in found], ragged=ragged
-            )
-        elif isinstance(like, Tensor):
-            rows = [_as_tensor(entry, like) for entry in found]
-            shape = tuple(max(sizes) for sizes in zip(*(row.shape[1:] for row in rows), strict=True))
-            entries[name] = torch.cat([fitted(row, shape) for row in rows])
-        else:
-            entries[name] = torch.tensor(found) if ragged and name in COUNTS else like
-    return State(entries, states[0].config_hash)
-
-
-def _as_tensor(entry: Tensor | int | State | None, like: Tensor) -> Tensor:
-    """Return one row: a tensor unchanged, a number as `[1]`, None as zeros."""
-    if isinstance(entry, Tensor):
-        return entry.to(like.device, like.dtype)
-    if entry is None:
-        return like.new_zeros((1, *like.shape[1:]))
-    assert isinstance(entry, int)
-    return torch.tensor([entry], dtype=like.dtype, device=like.device)

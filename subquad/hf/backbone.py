@@ -105,7 +105,8 @@ class SubquadModel(StrictModel):
         group = active_group()
         tokens = given if group is None else group.part(given)
         named |= {"keep_state": cache is not None, "keep_between": bool(output_hidden_states)}
-        passes, state, between = self.decoder(tokens, before, mask_BT, doc_ids, **named)
+        read: Any = self.decoder(tokens, before, mask_BT, doc_ids, **named)  # without a head: three values
+        passes, state, between = read
         if cache is not None and use_cache is not False:
             cache.update_state(state, given.shape[1])
         hidden_states = None if between is None else (*between, passes[-1])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from subquad.state import State
+from subquad.state import State, count_leaf, leaf_count
 
 
 class SubquadCache(Cache):
@@ -82,21 +85,45 @@ class _StateSlot(CacheLayerMixin):
         )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._select(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        if self.state is not None:
+            self.state = self.state.map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows at `indices` (positions, or a bool for each row)."""
-        self._select(lambda tensor: tensor[indices.to(tensor.device)])
+        if self.state is not None:
+            self.state = self.state.select(indices)
 
     def offload(self) -> None:
-        self._select(lambda tensor: tensor.cpu())
+        if self.state is not None:
+            self.state = self.state.to("cpu")
 
     def prefetch(self) -> None:
         """Do nothing: mechanisms read the state on the device where it is."""
 
-    def _select(self, change: Any) -> None:
-        if self.state is not None:
-            self.state = self.state.map(change)
+
+def _leaves(cache: SubquadCache) -> tuple[list[Any], None]:
+    return [cache.state, count_leaf(cache.slot.length)], None
+
+
+def _named_leaves(cache: SubquadCache) -> tuple[list[tuple[Any, Any]], None]:
+    return list(zip(map(pytree.MappingKey, ("state", "length")), _leaves(cache)[0], strict=True)), None
+
+
+def _from_leaves(leaves: Iterable[Any], _: None) -> SubquadCache:
+    cache = SubquadCache()
+    cache.slot.state, length = leaves
+    cache.slot.length, cache.slot.is_initialized = leaf_count(length), cache.state is not None
+    return cache
+
+
+pytree.register_pytree_node(
+    SubquadCache,
+    _leaves,
+    _from_leaves,
+    serialized_type_name="subquad.SubquadCache",
+    flatten_with_keys_fn=_named_leaves,
+)
+torch.serialization.add_safe_globals([SubquadCache, _StateSlot])

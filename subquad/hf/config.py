@@ -6,11 +6,12 @@ import dataclasses
 import difflib
 import sys
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
 
 from subquad.attention import mechanism, names
+from subquad.config import known_elsewhere
 from subquad.models.config import DecoderConfig
 
 FORMAT_VERSION = 1
@@ -31,7 +32,13 @@ def fields_of(config: type[DecoderConfig], *left_out: str) -> Any:
     return dataclasses.make_dataclass(f"{config.__name__}Fields", made, kw_only=True)
 
 
-class SubquadConfig(fields_of(DecoderConfig), PreTrainedConfig):  # type: ignore[misc]
+if TYPE_CHECKING:
+    DecoderFields = DecoderConfig
+else:
+    DecoderFields = fields_of(DecoderConfig)
+
+
+class SubquadConfig(DecoderFields, PreTrainedConfig):  # type: ignore[misc]
     """The fields of `DecoderConfig`, with those that transformers adds to every model.
 
     Another `subquad_version`, the version of the format, is refused. Values are checked as in `DecoderConfig`, and the
@@ -72,8 +79,9 @@ class SubquadConfig(fields_of(DecoderConfig), PreTrainedConfig):  # type: ignore
             )
         for key in kwargs:
             near = difflib.get_close_matches(key, self.own_fields, n=1, cutoff=0.75)
-            if near and key not in self.attribute_map and not hasattr(type(self), key):
-                raise ValueError(f"{type(self).__name__} has no field {key!r}; did you mean {near[0]!r}?")
+            hint = known_elsewhere(key, self.own_fields) or (near and f"did you mean {near[0]!r}?")
+            if hint and key not in self.attribute_map and not hasattr(type(self), key):
+                raise ValueError(f"{type(self).__name__} has no field {key!r}; {hint.rstrip('; ')}")
             owners = [name for name in names() if key in mechanism(name).option_names()]
             if owners and key not in self.own_fields and key not in self.attribute_map:
                 chosen = [self.attention] if isinstance(self.attention, str) else self.attention

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from huggingface_hub import snapshot_download
@@ -75,7 +75,7 @@ class StrictModel(PreTrainedModel):
         self.model.initialise(module)
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Self:
         """Load a model as transformers does, from safetensors only. Missing, left over or misshapen weights raise
         `ValueError`, before a model of their size is created."""
         wants_info = kwargs.pop("output_loading_info", False)
@@ -98,7 +98,7 @@ class StrictModel(PreTrainedModel):
                 raise ValueError(
                     f"{place}: the weights do not fit the configuration: {problem.replace('_', ' ')}: {names}"
                 )
-        return (model, info) if wants_info else model
+        return loaded if wants_info else model
 
     @classmethod
     def _from_old_names(cls, folder: Path, options: dict[str, Any]) -> Any:

@@ -141,7 +141,7 @@ def chunked_cross_entropy(
     `logits_of` maps `[n, D]` to `[n, V]`. It runs on chunks of tokens, so that its widest tensor, of `width` channels,
     has at most `subquad.ops.loss.CHUNK_ENTRIES` entries (but at least one token); the backward pass computes each
     chunk again. Reductions and labels are as in `subquad.ops.loss.linear_cross_entropy`. Raises `ValueError` for an
-    invalid shape, width or reduction.
+    invalid shape, width or reduction, and `TypeError` for labels that are no whole numbers.
     """
     if width < 1:
         raise ValueError(f"width must be at least 1 (channels of the widest tensor in logits_of), got {width}")
@@ -154,7 +154,7 @@ def chunked_cross_entropy(
         logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
         return F.cross_entropy(logits_nV, labels_n, ignore_index=ignore_index, reduction="none")
 
-    labels_N = labels_N.long()
+    labels_N = loss.whole_labels(labels_N)
     rows = max(1, loss.CHUNK_ENTRIES // width)
     if h_ND.shape[0] <= rows:
         loss_N = nats(h_ND, labels_N)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from subquad.layers.scaling import RopeScaling
 from subquad.ops.padding import real_slots
+from subquad.tracing import has_values
 
 ROTARY_BASE = 10000.0
 
@@ -56,15 +57,15 @@ def rotate(
 
 
 def positions(start: int | Tensor, tokens: int, device: torch.device) -> Tensor:
-    """Return the positions of `tokens` tokens from `start` on: `[1, T]` for an int, `[B, T]` for a tensor `[B]`."""
+    """Return the positions of `tokens` tokens from `start` on: `[1, T]` for one number, `[B, T]` for a tensor `[B]`."""
     steps_T = torch.arange(tokens, device=device)
     if isinstance(start, int):
         return (start + steps_T)[None]
-    if start.ndim != 1 or start.is_floating_point():
+    if start.ndim > 1 or start.is_floating_point():
         raise ValueError(
-            f"start must be an int or an integer tensor [B], got {start.dtype} of shape {list(start.shape)}"
+            f"start must be an int or an integer tensor [] or [B], got {start.dtype} of shape {list(start.shape)}"
         )
-    return start.to(device)[:, None] + steps_T
+    return start.to(device).reshape(-1)[:, None] + steps_T
 
 
 def _angles(
@@ -149,12 +150,7 @@ class Learned(nn.Module):
         if lengths_B is not None:
             p_BT = p_BT.expand(B, T).masked_fill(~real_slots(lengths_B, T), 0)
         rows = self.table.num_embeddings
-        settled = (
-            torch.compiler.is_compiling()
-            or type(p_BT) is not Tensor
-            or not p_BT.numel()
-            or (isinstance(start, int) and start + T <= rows)
-        )
+        settled = not has_values(p_BT) or not p_BT.numel() or (isinstance(start, int) and start + T <= rows)
         if not settled and (last := int(p_BT.max())) >= rows:  # reads data, only if shapes don't decide
             raise ValueError(
                 f"position {last} is outside of the learned table of {rows} positions (max_positions); "

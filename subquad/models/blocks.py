@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,9 @@ class Block(ResidualBlock):
         """Return the tokens after the block, `[B, T, D]`, and the mechanism's new state; arguments as `Attention`'s."""
         y_BTD, state = self.attention(self.attention_input(x_BTD), state, mask=mask, doc_ids=doc_ids)
         return self.rest(x_BTD, y_BTD), state
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def attention_input(self, x_BTD: Tensor) -> Tensor:
         """Return what the mechanism reads if the block reads `x`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,12 @@ from subquad.models.blocks import (
 )
 from subquad.models.config import DecoderConfig
 from subquad.models.matrices import WeightMatrix, trained_weights
+from subquad.ops.caches import advance
 from subquad.ops.counting import cost_of, one_sequence, state_bytes
 from subquad.ops.documents import Documents, before_others, lay_out, real_tokens
 from subquad.ops.padding import Lengths, check_mask, compact, compaction, real_slots, scatter
 from subquad.parallel import ContextGroup, Sent, active_group
-from subquad.state import State, advance
+from subquad.state import State, check_is_state
 
 
 class Decoder(nn.Module):
@@ -149,6 +150,18 @@ class Decoder(nn.Module):
             return self.passes(tokens_BT, mask, doc_ids, between=between, **named), None, between
         h_BTD, state = self.hidden(tokens_BT, state, mask, doc_ids, between=between, **named)
         return [h_BTD], state, between
+
+    if TYPE_CHECKING:  # with a head; without one the caller says what it expects
+
+        def __call__(
+            self,
+            tokens_BT: Tensor,
+            /,
+            state: State | None = None,
+            mask: Tensor | None = None,
+            doc_ids: Tensor | None = None,
+            **named: Any,
+        ) -> tuple[Tensor, State]: ...
 
     def hidden(
         self,
@@ -327,7 +340,8 @@ class Decoder(nn.Module):
         raise ValueError(f"{name} is for perceiver_ar, and this model has attention={self.config.attention!r}")
 
     def check_state(self, state: State, batch: int | None = None, *, owner: str = "this decoder") -> None:
-        """Raise `ValueError` for a state of another configuration, batch size or decoding mode."""
+        """Raise `TypeError` unless it is a `State`, `ValueError` for another configuration, batch size or mode."""
+        check_is_state(state)
         state.check(self.config_hash, owner, batch)
 
     def check_packed(self) -> None:

@@ -130,7 +130,7 @@ class Encoder(nn.Module):
         x_BTD, moved = embedded(self.embedding, tokens_BT, mask)
         layout = None if moved is None else Lengths(moved.lengths_B)
         if self.class_token is not None:
-            first_B1D = self.class_token.to(x_BTD.dtype).expand(len(x_BTD), 1, -1)
+            first_B1D = self.class_token.to(x_BTD.dtype).expand(x_BTD.shape[0], 1, -1)
             x_BTD = torch.cat([first_B1D, x_BTD], 1)
             layout = None if layout is None else Lengths(layout.lengths_B + 1)
         return self.norm(run_blocks(self, x_BTD, None, layout)), moved

@@ -30,7 +30,7 @@ from subquad.models.pixels import LEVELS, Output, build_output, draw
 from subquad.models.stacks import STACKS
 from subquad.ops.backends import without_autocast
 from subquad.parallel.group import refuse
-from subquad.state import State
+from subquad.state import State, check_is_state
 
 START = LEVELS
 """Token before the first pixel."""
@@ -326,6 +326,7 @@ class ImageModel(nn.Module):
         refuse("an image model")
         start = 0
         if state is not None:
+            check_is_state(state)
             state.check(self.config_hash, "this image model", tokens_BT.shape[0])
             start = int(state.seen)
         if start + tokens_BT.shape[1] > self.config.tokens:

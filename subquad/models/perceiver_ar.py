@@ -21,9 +21,10 @@ from subquad.models.matrices import WeightMatrix
 from subquad.models.perceiver_layer import Kept, LatentAttention, LatentBlock, draw
 from subquad.models.perceiver_window import History, Number, Parts, Window, compress, cut, neighbours, thin
 from subquad.models.stacks import Decode, PerceiverAROptions
+from subquad.ops.caches import advance, last_slots
 from subquad.ops.padding import Compaction, compaction, real_slots, scatter
 from subquad.ops.patterns import Blocks, Full
-from subquad.state import State, advance, last_slots
+from subquad.state import State
 
 MODES = get_args(Decode)
 

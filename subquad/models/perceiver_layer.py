@@ -6,11 +6,12 @@ Shape letters: B batch, S history or keys, M latents, D model width, H heads, K 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from subquad.attention.divided import check_divided, uneven
 from subquad.attention.full import Full
 from subquad.models.blocks import Block
 from subquad.models.matrices import WeightMatrix
@@ -53,7 +54,10 @@ class LatentAttention(Full):
 
         `pattern` counts slots: the first query is at `q_start`, the first key at `k_start`; negative slots are empty.
         """
+        check_divided(self)
         q_BHMK, k_BHSK = (at_places(project, z_BMD, places) for project in (self.queries, self.keys))
+        if q_BHMK.shape[1] != k_BHSK.shape[1] * self.sharing:
+            raise uneven(self, q_BHMK.shape[1], k_BHSK.shape[1])
         v_BHSK = self.kv_values(z_BMD)
         if history is not None:
             kept = at_places(self.keys, *history), self.kv_values(history[0])
@@ -65,9 +69,14 @@ class LatentAttention(Full):
         )
         return Attended(self.merge(y_BHMK), q_BHMK, k_BHSK, v_BHSK)
 
+    if TYPE_CHECKING:
+        __call__ = forward  # type: ignore[assignment]
+
 
 class LatentBlock(Block):
     """A block whose attention is a `LatentAttention`."""
+
+    attention: LatentAttention
 
     def forward(  # type: ignore[override]
         self,
@@ -92,11 +101,14 @@ class LatentBlock(Block):
         else:
             z_BSD, first = self.attention_input(past.x_BSD), -past.empty
             if update is not None:
-                own = update(z_BSD, past.places, pattern, q_start=first, k_start=first)
+                own = update(z_BSD, past.places, pattern, q_start=first, k_start=first)  # type: ignore[arg-type]  # given with update
                 after = past._replace(x_BSD=self.rest(past.x_BSD, own.y_BMD))
             history, q_start = (z_BSD, past.places), z_BSD.shape[1] + first
             found = self.attention(z_BMD, start, Causal(), q_start=q_start, k_start=first, history=history)
         return self.rest(x_BMD, found.y_BMD), (found.k_BHSK, found.v_BHSK), after
+
+    if TYPE_CHECKING:
+        __call__ = forward  # type: ignore[assignment]
 
 
 def at_places(project: Callable[[Tensor, Number], Tensor], x_BSD: Tensor, places: Number) -> Tensor:

@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from subquad.ops.patterns import Pattern
 from subquad.ops.slots import SCHEMA, Slots, seen_slots
+from subquad.tracing import recorded
 
 BLOCK = 128
 """Queries and keys per block; a block mask marks blocks as seen whole, in part or not at all."""
@@ -51,7 +52,7 @@ def attend(
             raise ValueError(f"backend 'flex' of block_attention computes in {names}, got {x.dtype}")
     q, k, v, V = q_BHTK, k_BGSK, v_BGSV, v_BGSV.shape[-1]
     if q.device.type == "cpu":
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        if recorded(q, k, v):
             raise ValueError(
                 "backend 'flex' of block_attention has no gradients on a CPU, got inputs that require one; "
                 "valid: reference, torch, sequential"

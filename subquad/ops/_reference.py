@@ -78,6 +78,15 @@ def divide(numerator_NTV: Tensor, total_NT: Tensor, eps: float) -> Tensor:
     return (numerator_NTV / total_NT1.masked_fill(nothing, 1.0)).masked_fill(nothing, 0.0)
 
 
+def running_logsumexp(k_NTL: Tensor, a_NL: Tensor) -> Tensor:
+    """`a_t = log(exp a_{t-1} + exp k_t)`, every one, in the dtype of k; `a` is float64."""
+    lse = []
+    for k_NL in k_NTL.unbind(1):
+        a_NL = torch.logaddexp(a_NL, k_NL.to(a_NL.dtype))
+        lse.append(a_NL.to(k_NTL.dtype))
+    return torch.stack(lse, 1) if lse else k_NTL
+
+
 def running_softmax(
     p_NTL: Tensor, k_NTL: Tensor, v_NTV: Tensor, a_NL: Tensor, s_NLV: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

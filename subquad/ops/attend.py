@@ -20,6 +20,7 @@ from subquad.ops.counting import report_scores
 from subquad.ops.padding import check_heads, check_mask, compaction, real_slots
 from subquad.ops.patterns import Pattern
 from subquad.ops.slots import Slots, Starts, allowed_pairs, nothing, placed, placed_apart
+from subquad.tracing import recorded
 
 Where = tuple[int | Tensor, int | Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """q_start, k_start, lengths, key_lengths, mask and doc_ids of `block_attention`."""
@@ -119,7 +120,13 @@ def _attention(
     q_start, k_start, lengths, key_lengths, mask, doc_ids = where
     scale, dropout_p, chunk_size, backend = options
     _check(q_BHTK, k_BHSK, v_BHSV, pattern, dropout_p)
-    name = choose("block_attention", backend, BACKENDS, _default(q_BHTK, k_BHSK, v_BHSV, pattern, dropout_p))
+    name = choose(
+        "block_attention",
+        backend,
+        BACKENDS,
+        _default(q_BHTK, k_BHSK, v_BHSV, pattern, dropout_p),
+        (q_BHTK, k_BHSK, v_BHSV),
+    )
     chunks = _chunks(chunk_size, name)
     (B, _, T, K), S, dtype = q_BHTK.shape, k_BHSK.shape[2], v_BHSV.dtype
     moved = None
@@ -166,8 +173,7 @@ def _default(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float
 
         if supports(pattern) and channels <= most_channels(max(dtype.itemsize for dtype in dtypes), q.device):
             return "triton"
-    training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    flex = training and channels <= 256 and not pattern.folded and not pattern.columns
+    flex = recorded(q, k, v) and channels <= 256 and not pattern.folded and not pattern.columns
     return "flex" if flex else "torch"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from subquad.config import suggest
+from subquad.tracing import beyond_backward
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ except ValueError:  # a module without a spec stands in for it
 TENSOR_CORES = 8
 """Least major compute capability of a GPU whose tensor cores multiply bfloat16 and tf32, as kernels need to be fast."""
 _requested: ContextVar[str | None] = ContextVar("subquad_backend", default=None)
+_open: list[str] = []
+"""Backends of the open `use_backend` blocks, the innermost last: torch.compile reads no `ContextVar`, but this list."""
 
 
 def has_tensor_cores(device: torch.device) -> bool:
@@ -38,33 +41,53 @@ def has_tensor_cores(device: torch.device) -> bool:
 
 @contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Run every engine whose `backend` is None on this one within the block; an engine without it raises."""
+    """Run every engine whose `backend` is None on this one within the block; an engine without it raises.
+
+    A compiled function is compiled once more for each backend; in it the block of any thread counts.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; {suggest(backend, BACKENDS)}")
-    token = _requested.set(backend)
+    token = None if torch.compiler.is_dynamo_compiling() else _requested.set(backend)
+    _open.append(backend)
     try:
         yield
     finally:
-        _requested.reset(token)
+        del _open[len(_open) - 1 - _open[::-1].index(backend)]  # the innermost: other threads open blocks too
+        if token is not None:
+            _requested.reset(token)
 
 
-def choose(op: str, backend: str | None, available: tuple[str, ...], default: str) -> str:
-    """Return the backend for `op`: the argument, else the one of `use_backend`, else `default`, which is logged once.
+def choose(
+    op: str, backend: str | None, available: tuple[str, ...], default: str, tensors: Sequence[Tensor | None] = ()
+) -> str:
+    """Return the backend for `op`: the argument, else the one of `use_backend`, else a default, which is logged once.
 
-    Raises `ValueError` for an unknown name, a backend that `op` lacks, and `triton` if its package is missing.
+    The default is `default`, or `reference` where derivatives are asked that it alone has (`beyond_backward`).
+    Raises `ValueError` for an unknown name, a backend that `op` lacks, and `triton` if its package is missing, and
+    `NotImplementedError` for another backend than `reference` where such derivatives are asked.
     """
-    if backend is None and not torch.compiler.is_compiling():
-        backend = _requested.get()
+    beyond = beyond_backward(*tensors)
     if backend is None:
+        if torch.compiler.is_dynamo_compiling():
+            backend = _open[-1] if _open else None
+        else:
+            backend = _requested.get()
+    if backend is None:
+        backend = "reference" if beyond else default
         if not torch.compiler.is_compiling():
-            _log_once(op, default)
-        return default
+            _log_once(op, backend)
+        return backend
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r} for {op}; {suggest(backend, available)}")
     if backend not in available:
         raise ValueError(f"{op} has no backend {backend!r} here; it has {', '.join(available)}")
     if backend == "triton" and not HAS_TRITON:
         raise ValueError(f"backend 'triton' of {op} needs the package triton: pip install 'subquad[triton]'")
+    if beyond and backend != "reference":
+        raise NotImplementedError(
+            f"backend {backend!r} of {op} has no forward-mode derivative, and none by torch.func.grad; "
+            "leave backend out, or take 'reference'"
+        )
     return backend
 
 

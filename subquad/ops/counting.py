@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -83,8 +83,10 @@ class Scores(NamedTuple):
 class _Recording(threading.local):
     """Calls of the run being counted (None: no run), and the leading queries now being replaced, by thread."""
 
-    calls: list[Scores] | None = None
-    replaced = 0
+    def __init__(self) -> None:
+        # Set in each thread from the start: torch.compile guards whether an attribute is there.
+        self.calls: list[Scores] | None = None
+        self.replaced = 0
 
 
 _recording = _Recording()
@@ -179,11 +181,6 @@ def activation_bytes(module: nn.Module, run: Callable[[Tensor], Any], make_input
 def one_sequence(tokens: int) -> Tensor:
     """Return `[1, tokens]` zeros as token ids."""
     return torch.zeros(1, tokens, dtype=torch.int64)
-
-
-def has_data(tensor: Tensor) -> bool:
-    """Return True for a tensor of a real run, False for one with a shape only."""
-    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
 class _Linear(TorchFunctionMode):

@@ -5,7 +5,6 @@ Shape letters: B batch, H heads, G groups of heads, T tokens, K key channels, V 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from subquad.ops import _reference as reference
@@ -26,6 +25,7 @@ from subquad.ops.scan import (
     wide_of,
     zero_padding,
 )
+from subquad.tracing import saves
 
 MOST_KEYS = 256
 """Most key channels per head in the kernels of `triton`, which hold all of them at once."""
@@ -75,7 +75,7 @@ def delta_scan(
     chunk = chunk_of(chunk_size, chunked.CHUNK)
     tensors = [q_BGTK, k_BGTK, v_BHTV, beta_BHT1] + ([] if log_f_BHTF is None else [log_f_BHTF])
     sizes = {"key channels": (K, MOST_KEYS), "value channels": (V, MOST_CHANNELS)}
-    wide, name = wide_of(*tensors), choose_for("delta_scan", backend, tensors, sizes)
+    wide, name = wide_of(*tensors), choose_for("delta_scan", backend, tensors, sizes, state)
     check_before(state, mask, (B, H, K, V), T)
     if name == "triton":
         from subquad.ops._triton.delta import delta_scan as kernels
@@ -90,7 +90,6 @@ def delta_scan(
     elif name == "sequential":
         out, s = sequential.scan(q, k, v, beta, log_f, s, chunk_size)
     else:
-        save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, beta, s, *rest))
-        out, s, _ = chunked.delta_scan_op(q, k, v, beta, log_f, s, chunk, save)
+        out, s, _ = chunked.delta_scan_op(q, k, v, beta, log_f, s, chunk, saves(q, k, v, beta, s, *rest))
     out = out.unflatten(0, (B, H)).to(v_BHTV.dtype)
     return ScanOutput(zero_padding(out, mask), s.unflatten(0, (B, H)))

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad.ops.padding import check_mask, compaction, real_slots
+from subquad.tracing import to_numpy
 
 PADDING = -1
 """Document id of padding."""
@@ -75,13 +76,13 @@ def lay_out(doc_ids: Tensor, mask: Tensor | None, batch: int, tokens: int, *, la
         raise TypeError(f"doc_ids must hold integers, the document's id at each of its tokens, got {doc_ids.dtype}")
     if doc_ids.shape != (batch, tokens):
         raise ValueError(f"doc_ids must have shape {(batch, tokens)}, one id per token, got {tuple(doc_ids.shape)}")
-    ids_BT = doc_ids.detach().cpu().numpy().astype(np.int64)
+    ids_BT = to_numpy(doc_ids, "doc_ids").astype(np.int64)
     if ids_BT.size and ids_BT.min() < PADDING:
         raise ValueError(f"doc_ids must be 0 or more, or -1 for padding, got {ids_BT.min()}")
     real_BT = ids_BT != PADDING
     if mask is not None:
         check_mask(mask, batch, tokens)
-        real_BT &= mask.cpu().numpy()
+        real_BT &= to_numpy(mask, "a mask beside doc_ids").astype(bool)
     return _layout(ids_BT, real_BT, last_apart, doc_ids.device)
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from subquad.tracing import beyond_backward, without_tangents
+
 CHUNK_ENTRIES = 1 << 22
 """Most logits held at once (16 MiB of float32); with more, tokens are processed in chunks."""
 
@@ -28,8 +30,8 @@ def linear_cross_entropy(
     """`-log softmax(W h + b)[label]`, in nats, never holding more than `CHUNK_ENTRIES` logits (at least one row).
 
     Tokens labelled `ignore_index` do not count; the mean is over the others (zero if there are none). The softmax is
-    taken in float32 or wider. Raises `ValueError` for mismatched shapes or an unknown reduction, and on a CPU
-    `IndexError` for a label outside the vocabulary.
+    taken in float32 or wider. Raises `ValueError` for mismatched shapes or an unknown reduction, `TypeError` for labels
+    that are no whole numbers, and on a CPU `IndexError` for a label outside the vocabulary.
     """
     if h_ND.ndim != 2 or weight_VD.ndim != 2 or h_ND.shape[1] != weight_VD.shape[1] or labels_N.shape != h_ND.shape[:1]:
         raise ValueError(
@@ -40,15 +42,24 @@ def linear_cross_entropy(
     device = h_ND.device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(h_ND.dtype, weight_VD.dtype)
-    h_ND, weight_VD, labels_N = h_ND.to(dtype), weight_VD.to(dtype), labels_N.long()
+    h_ND, weight_VD, labels_N = h_ND.to(dtype), weight_VD.to(dtype), whole_labels(labels_N)
     bias = None if bias is None else bias.to(dtype)
-    if h_ND.shape[0] * weight_VD.shape[0] <= CHUNK_ENTRIES:
+    if h_ND.shape[0] * weight_VD.shape[0] <= CHUNK_ENTRIES or beyond_backward(h_ND, weight_VD, bias):
         logits_NV = F.linear(h_ND, weight_VD, bias)
         logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         loss_N = F.cross_entropy(logits_NV, labels_N, ignore_index=ignore_index, reduction="none")
     else:
         loss_N, _ = _loss(h_ND, weight_VD, labels_N, bias, ignore_index)
     return reduced(loss_N, labels_N, ignore_index, reduction)
+
+
+def whole_labels(labels: Tensor) -> Tensor:
+    """Return labels as int64; raise `TypeError` unless their dtype is one of whole numbers."""
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise TypeError(
+            f"labels must be whole numbers, the indices of tokens or classes (torch.long), got {labels.dtype}"
+        )
+    return labels.long()
 
 
 def check_reduction(reduction: str) -> None:
@@ -125,6 +136,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.mark_non_differentiable(output[1])
 
 
+@without_tangents
 def _backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     h, weight, labels, bias, lse = ctx.saved_tensors
     dh, dweight, dbias = _loss_backward(grad_N, h, weight, labels, bias, lse, ctx.ignore_index)

@@ -54,6 +54,8 @@ def zero_padding(x_BTD: Tensor, lengths_B: Tensor) -> Tensor:
 
 def check_mask(mask: Tensor, batch: int, tokens: int) -> None:
     """Raise unless `mask` is a bool tensor `[batch, tokens]`."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a bool tensor (True for a real token), got {type(mask).__name__}")
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be a bool tensor (True for a real token), got {mask.dtype}")
     if mask.shape != (batch, tokens):

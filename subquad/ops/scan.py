@@ -18,6 +18,7 @@ from subquad.ops._torch import single
 from subquad.ops.backends import HAS_TRITON, choose, has_tensor_cores, without_autocast
 from subquad.ops.groups import by_heads, share_of
 from subquad.ops.padding import check_heads, check_mask
+from subquad.tracing import saves
 
 BACKENDS = ("reference", "torch", "sequential", "triton")
 MOST_CHANNELS = 512
@@ -75,7 +76,7 @@ def gated_scan(
     chunk = chunk_of(chunk_size, chunked.CHUNK)
     tensors = [q_BGTK, i_BGTK, v_BHTV] + ([] if log_f_BHTF is None else [log_f_BHTF])
     wide, sizes = wide_of(*tensors), {"key channels": (K, MOST_CHANNELS), "value channels": (V, MOST_CHANNELS)}
-    name = choose_for("gated_scan", backend, tensors, sizes)
+    name = choose_for("gated_scan", backend, tensors, sizes, state)
     channels = V + normalise
     check_before(state, mask, (B, H, K, channels), T)
     if name == "triton":
@@ -92,8 +93,7 @@ def gated_scan(
         out, s = sequential.scan(q, i, F.pad(v, (0, 1), value=1.0) if normalise else v, None, log_f, s, chunk_size)
         out = reference.divide(out[..., :V], out[..., V], eps) if normalise else out
     else:
-        save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, i, v, s, *rest))
-        out, s, *_ = chunked.gated_scan_op(q, i, v, log_f, s, normalise, eps, chunk, save)
+        out, s, *_ = chunked.gated_scan_op(q, i, v, log_f, s, normalise, eps, chunk, saves(q, i, v, s, *rest))
     out = out.unflatten(0, (B, H)).to(v_BHTV.dtype)
     return ScanOutput(zero_padding(out, mask), s.unflatten(0, (B, H)))
 
@@ -136,11 +136,13 @@ def check_inputs(*tensors: tuple[str, Tensor]) -> tuple[int, int, int, int]:
     return B, H, T, V
 
 
-def choose_for(op: str, backend: str | None, tensors: list[Tensor], sizes: dict[str, tuple[int, int]]) -> str:
+def choose_for(
+    op: str, backend: str | None, tensors: list[Tensor], sizes: dict[str, tuple[int, int]], *state: Tensor | None
+) -> str:
     """Return the backend: without a request `triton` if its kernels suit the GPU, dtypes and sizes, else `torch`."""
     fitting = wide_of(*tensors) == torch.float32 and all(size <= most for size, most in sizes.values())
     kernels = HAS_TRITON and fitting and has_tensor_cores(tensors[0].device)
-    name = choose(op, backend, BACKENDS, "triton" if kernels else "torch")
+    name = choose(op, backend, BACKENDS, "triton" if kernels else "torch", [*tensors, *state])
     for what, (size, most) in sizes.items():
         if name == "triton" and size > most:
             raise ValueError(f"backend 'triton' of {op} holds at most {most} {what} per head, got {size}")

@@ -137,11 +137,11 @@ def _positions(start: int | Tensor, slots: int, batch: int, device: torch.device
 
 
 def _start(start_B: Tensor, batch: int) -> Tensor:
-    if start_B.shape != (batch,) or start_B.is_floating_point():
+    if start_B.shape not in ((), (batch,)) or start_B.is_floating_point():
         raise ValueError(
-            f"a start must be an int or an integer tensor [{batch}], got {start_B.dtype} {tuple(start_B.shape)}"
+            f"a start must be an int or an integer tensor [] or [{batch}], got {start_B.dtype} {tuple(start_B.shape)}"
         )
-    return start_B
+    return start_B.expand(batch)
 
 
 def allowed_between(pattern: Pattern, slots: Slots, q_slot: Tensor, k_slot: Tensor) -> Tensor:

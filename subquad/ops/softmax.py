@@ -21,6 +21,7 @@ from subquad.ops._torch.softmax import EMPTY as EMPTY
 from subquad.ops.backends import without_autocast
 from subquad.ops.padding import check_mask
 from subquad.ops.scan import MOST_CHANNELS, check_inputs, choose_for, chunk_of, masked, wide_of, zero_padding
+from subquad.tracing import saves
 
 
 class SoftmaxState(NamedTuple):
@@ -106,7 +107,7 @@ def running_softmax(
         raise ValueError(f"own must have shape {(B, H, T, 1)}, got {tuple(own.shape)}")
     tensors = [p_BHTL, logits_BHTL, v_BHTV] + ([] if own is None else [own])
     wide, sizes = wide_of(*tensors), {"latents": (L, MOST_CHANNELS), "value channels": (V, MOST_CHANNELS)}
-    name = choose_for("running_softmax", backend, tensors, sizes)
+    name = choose_for("running_softmax", backend, tensors, sizes, *(state or ()))
     check_rest(state, mask, (B, H, L, V), T)
     start = None if state is None else state[0]
     if name == "triton":
@@ -129,9 +130,8 @@ def running_softmax(
     elif name == "sequential":
         out, lse, a, s = sequential.running_softmax(p, k, v, a, s, chunk_size)
     else:
-        save = torch.is_grad_enabled() and any(x.requires_grad for x in (p, k, v, a, s, *rest))
         gate = rest[0] if rest else None
-        out, a, s, *_ = chunked.running_softmax_op(p, k, v, gate, a, s, chunk, save)
+        out, a, s, *_ = chunked.running_softmax_op(p, k, v, gate, a, s, chunk, saves(p, k, v, gate, a, s))
         lse = None
     if rest and lse is not None:  # chunks add it themselves
         out = torch.addcmul(out, rest[0], v)
@@ -173,7 +173,7 @@ def gated_mean(
         if x.shape[-1] != 1:
             raise ValueError(f"{what} must have shape {(B, H, T, 1)}, got {tuple(x.shape)}")
     tensors = [gate_BHT1, logits_BHT1, v_BHTV]
-    name = choose_for("gated_mean", backend, tensors, {"value channels": (V, MOST_CHANNELS)})
+    name = choose_for("gated_mean", backend, tensors, {"value channels": (V, MOST_CHANNELS)}, *(state or ()))
     if name == "triton":
         from subquad.ops._triton import gated_mean as kernels
 
@@ -182,7 +182,7 @@ def gated_mean(
         out, *after = kernels.gated_mean(gate_BHT1, logits_BHT1, v_BHTV, factors, state, mask)
         start = None if state is None else state[0]
         return SoftmaxOutput(out, SoftmaxState(*after), logits=logits_BHT1, start=start, mask=mask)
-    lse_BHT1 = running_logsumexp(logits_BHT1, state=None if state is None else state[0], mask=mask)
+    lse_BHT1 = _logsumexp(logits_BHT1, None if state is None else state[0], mask, name)
     s_BHT1 = gate_BHT1 + lse_BHT1
     shares_BHT2 = F.dropout(torch.cat([s_BHT1.sigmoid(), (-s_BHT1).sigmoid()], -1), dropout_p)
     past_BHT1, own_BHT1 = shares_BHT2.split(1, -1)
@@ -212,8 +212,12 @@ def running_logsumexp(logits_BHTL: Tensor, /, *, state: Tensor | None = None, ma
         mask: bool `[B, T]`, True for a real token; padding adds nothing.
 
     Returns `[B, H, T, L]`, float32 or wider; -2^100 stands for log 0 before the first real token. Raises `ValueError`
-    and `TypeError` for invalid shapes.
+    and `TypeError` for invalid shapes. Computes in chunks, or as the backend `reference` where that is asked.
     """
+    return _logsumexp(logits_BHTL, state, mask, choose_for("running_logsumexp", None, [logits_BHTL], {}, state))
+
+
+def _logsumexp(logits_BHTL: Tensor, state: Tensor | None, mask: Tensor | None, backend: str) -> Tensor:
     B, H, T, L = check_inputs(("logits", logits_BHTL))
     if mask is not None:
         check_mask(mask, B, T)
@@ -224,5 +228,8 @@ def running_logsumexp(logits_BHTL: Tensor, /, *, state: Tensor | None = None, ma
         raise ValueError(f"state must have shape {(B, H, L)}, got {tuple(state.shape)}")
     else:
         a = state.flatten(0, 1).double()
-    lse = torch.logaddexp(a[:, None], k.double()).to(k.dtype) if T == 1 else chunked_logsumexp(k, a)
+    if T == 1 or backend == "reference":
+        lse = reference.running_logsumexp(k, a)
+    else:
+        lse = chunked_logsumexp(k, a)
     return lse.unflatten(0, (B, H))

@@ -121,7 +121,7 @@ class ContextGroup:
     def last_state(self, state: State, device: torch.device) -> State:
         """Return the last rank's state on every rank, without gradients."""
         last = self.size - 1
-        shapes = [state.map(lambda x: x.detach().to("meta"))]
+        shapes = [state.detach().to("meta")]
         distributed.broadcast_object_list(shapes, self._global(last), self.process_group)
 
         def shared(x: Tensor) -> Tensor:

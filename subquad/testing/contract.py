@@ -1,4 +1,4 @@
-"""The contract that every mechanism keeps: the laws of `subquad.attention.LAWS` as tests."""
+"""The contract that every mechanism keeps: the laws of `subquad.attention.base.LAWS` as tests."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from subquad.attention import LAWS, Attention, build
+from subquad.attention import Attention, build
+from subquad.attention.base import LAWS
 from subquad.ops import flops
 from subquad.ops.backends import use_backend
 from subquad.state import State
@@ -32,6 +30,13 @@ from subquad.testing.tools import (
     sharpened,
     with_gradients,
 )
+
+try:
+    import pytest
+    from hypothesis import HealthCheck, given, settings
+    from hypothesis import strategies as st
+except ImportError as error:
+    raise ImportError(f'AttentionContract needs {error.name}: pip install "subquad[testing]"') from error
 
 # All subclasses share one test body, whose inputs don't depend on the subclass that runs it.
 INHERITED = [HealthCheck.differing_executors]

@@ -18,6 +18,7 @@ from typing import Any
 
 from subquad.config import differences
 from subquad.data import files as disk
+from subquad.data.corpus import FILES
 from subquad.models.config import DecoderConfig
 from subquad.parsing import check_keys, read_json
 from subquad.training.errors import CheckpointError, FormatVersionError
@@ -126,8 +127,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         check_keys(manifest, {"step": int, "settings": dict, "files": dict}, where)
         if "batch" in (settings := manifest["settings"]):
             check_keys(settings["batch"], {"length": int, "size": int, "accumulation": int}, where)
-        if "processes" in settings:
-            check_keys(settings, {"processes": int}, where)
+        optional = {"processes": int, FILES: dict}
+        check_keys(settings, {name: kind for name, kind in optional.items() if name in settings}, where)
         for name, entry in manifest["files"].items():
             check_keys(entry, {"bytes": int, "sha256": str}, f"{where}, {name}")
     except ValueError as error:
@@ -206,12 +207,38 @@ def check_settings(manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> 
     """
     made, now = dict(manifest["settings"]), dict(settings)
     earlier = {"model": DecoderConfig().to_dict()}  # settings that an earlier release did not store have their defaults
-    changed = _changed_batch(made, now) + differences(made, now, defaults=earlier)
+    changed = _changed_text(made, now) + _changed_batch(made, now) + differences(made, now, defaults=earlier)
     if changed:
         raise CheckpointError(
             f"the checkpoint of step {manifest['step']} was made with other settings: {'; '.join(changed)}; "
             "restore them or choose another run.folder"
         )
+
+
+def _changed_text(made: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Remove the text's files from both settings; return what happened to which, and then remove the digests too.
+
+    Without files on both sides (a checkpoint of an earlier release, a dataset) or among the same files (another part is
+    held out) the digests stay and tell of the change.
+    """
+    before, after = (settings.pop(FILES, None) for settings in (made, now))
+    if before is None or after is None or before == after or made.get("data") == now.get("data"):
+        return []
+    for settings in (made, now):
+        for name in ("data", "tokenizer"):  # a tokenizer that was trained on the text changes with it
+            settings.pop(name, None)
+    both = before.keys() & after.keys()
+    kinds = {
+        "removed": before.keys() - both,
+        "added": after.keys() - both,
+        "changed": {name for name in both if before[name] != after[name]},
+    }
+    return [f"text {kind}: {_some(sorted(names))}" for kind, names in kinds.items() if names]
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _changed_batch(made: dict[str, Any], now: dict[str, Any]) -> list[str]:

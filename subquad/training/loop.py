@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from subquad.attention import Attention
+from subquad.attention import after_step
+from subquad.memory import is_out_of_memory
 from subquad.training.errors import NonFiniteError
-from subquad.training.memory import give_back, is_out_of_memory
+from subquad.training.memory import give_back
 from subquad.training.optimizers import build_optimizer
 from subquad.training.processes import Processes, now_at
 from subquad.training.progress import Bar, Meter, Metrics
@@ -278,14 +279,12 @@ class Loop:
         return Cause(0, "gradient norm", norm, [w for c in causes[:: self.processes.context] for w in c.windows])
 
     def after_step(self) -> None:
-        """Call `Attention.after_step` of all mechanisms before saves; broadcast buffers that it redraws from rank 0."""
-        for module in self.model.modules():
-            if isinstance(module, Attention):
-                before = [buffer._version for buffer in module.buffers()]
-                module.after_step(self.standing.step)
-                for buffer, version in zip(module.buffers(), before, strict=True):
-                    if self.processes.world > 1 and buffer._version != version:
-                        torch.distributed.broadcast(buffer, src=0)
+        """Call `attention.after_step` before saves; broadcast buffers that it redraws from rank 0."""
+        before = [buffer._version for buffer in self.model.buffers()]
+        after_step(self.model, self.standing.step)
+        for buffer, version in zip(self.model.buffers(), before, strict=True):
+            if self.processes.world > 1 and buffer._version != version:
+                torch.distributed.broadcast(buffer, src=0)
 
     def report(self, measured: dict[str, float]) -> None:
         """Report `measured` and the mean loss over all processes since the last report; nothing if all were skipped."""

@@ -1,4 +1,4 @@
-"""Steps that run out of memory: an error with the sizes that were tried and sizes that would fit."""
+"""Models and steps that run out of memory: errors with the sizes that were tried and sizes that would fit."""
 
 from __future__ import annotations
 
@@ -13,19 +13,27 @@ from torch import nn
 from subquad import memory
 from subquad.training.config import TrainConfig
 from subquad.training.errors import StepMemoryError
+from subquad.training.processes import device_type, world_size
 
-_TEXTS = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
-"""Texts of the RuntimeErrors that PyTorch raises when the CPU is out of memory."""
 GIB = 2**30
 SHORTEST = 16
 """Shortest window that an error suggests, in tokens."""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` means that the GPU or the CPU is out of memory."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+def check_fits(model: nn.Module, config: TrainConfig) -> None:
+    """Raise `ValueError` for a `model`, made on the device meta, that exceeds the machine's memory by itself.
+
+    Each process keeps the weights and, unless LoRA freezes them, as many gradients, in float32.
+    """
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    need = parameters * (4 if config.lora.rank else 8) / (world_size() if config.parallel.shard else 1)
+    total = memory.total_bytes(device_type(config.run.device))
+    if total is not None and need > total:
+        raise ValueError(
+            f"out of memory: {parameters:,} parameters take {need / GIB:,.1f} GiB in training by themselves, "
+            f"and the machine has {total / GIB:,.1f} GiB; lower model.dim={config.model.dim} or "
+            f"model.num_layers={config.model.num_layers}"
+        )
 
 
 def give_back(error: BaseException, model: nn.Module) -> None:

@@ -22,6 +22,8 @@ from subquad.training.checkpoint import write_atomically
 STATE_AFTER = (1_000, 100_000)
 """Token counts at which the state's size is reported."""
 READ_CHUNK = 2_000
+DECODED = 128
+"""Tokens that the speed of decoding is measured on."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class StateSize:
     tokens: int
     bytes: int
     measured: bool
-    """True if `tokens` tokens were read; False if extrapolated from fewer, because the state grows."""
+    """True if `tokens` tokens were read; False if extrapolated from fewer."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,15 @@ def measure(
     bits_per_byte: float,
     files_hash: str,
     steps: int,
+    tokens: int,
     train_tokens_per_second: float,
     skipped: int = 0,
 ) -> Report:
-    """Measure compressors, states (on repeated tokens if needed) and decoding. Raises `ValueError` without text."""
+    """Measure compressors, states (on repeated tokens if needed) and decoding. Raises `ValueError` without text.
+
+    So that this takes less time than the training of `tokens` tokens in `steps` steps, states are read from at most a
+    quarter of the tokens, if that is more than `STATE_AFTER` begins with, and at most `steps` / 2 tokens are decoded.
+    """
     if not held_out_text or not len(held_out_tokens):
         raise ValueError(
             f"the report needs held-out text, got {len(held_out_text)} bytes and {len(held_out_tokens)} tokens"
@@ -102,8 +109,8 @@ def measure(
         parameters=sum(parameter.numel() for parameter in decoder.parameters()),
         steps=steps,
         train_tokens_per_second=train_tokens_per_second,
-        decode_tokens_per_second=decode_speed(decoder, held_out_tokens),
-        states=tuple(state_sizes(decoder, held_out_tokens, STATE_AFTER)),
+        decode_tokens_per_second=decode_speed(decoder, held_out_tokens, min(DECODED, max(1, steps // 2))),
+        states=tuple(state_sizes(decoder, held_out_tokens, STATE_AFTER, most=tokens // 4)),
         skipped=skipped,
     )
 
@@ -114,14 +121,19 @@ def write_report(report: Report, folder: str | Path) -> None:
 
 
 def state_sizes(
-    decoder: Decoder, tokens: Sequence[int], after: Sequence[int], chunk: int = READ_CHUNK
+    decoder: Decoder,
+    tokens: Sequence[int],
+    after: Sequence[int],
+    chunk: int = READ_CHUNK,
+    *,
+    most: int | None = None,
 ) -> list[StateSize]:
     """Return the state size of one sequence at each token count in `after`.
 
-    A state that stops growing is measured at each count. If it grows, as in a `PerceiverAR`, it is measured at the
-    first count and extrapolated by the model's `state_bytes`. Counts past a learned position table are left out.
+    A state that stops growing is measured at each count up to `most` (None: at each). At other counts, and if it
+    grows, as in a `PerceiverAR`, it is measured at the first count and extrapolated by the model's `state_bytes`.
+    Counts past a learned position table are left out.
     """
-    grows = decoder.state_grows
     if decoder.most_tokens is not None:
         after = [count for count in after if count <= decoder.most_tokens]
     device = device_of(decoder)
@@ -129,7 +141,7 @@ def state_sizes(
     sizes: list[StateSize] = []
     state, read = None, 0
     for count in sorted(after):
-        if grows and sizes:
+        if sizes and (decoder.state_grows or (most is not None and count > most)):
             first = sizes[0]
             growth = decoder.state_bytes(count) - decoder.state_bytes(first.tokens)
             sizes.append(StateSize(count, first.bytes + growth, measured=False))
@@ -144,7 +156,7 @@ def state_sizes(
     return sizes
 
 
-def decode_speed(decoder: Decoder, prompt: Sequence[int], tokens: int = 128) -> float:
+def decode_speed(decoder: Decoder, prompt: Sequence[int], tokens: int = DECODED) -> float:
     """Return tokens per second of greedy decoding of one sequence after a prompt of up to 64 tokens.
 
     If a learned position table is shorter, half of its rows go to the prompt, and fewer tokens are decoded.

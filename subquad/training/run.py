@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
+from subquad.memory import is_out_of_memory
 from subquad.models.stacks import options_of
 from subquad.training import checkpoint
 from subquad.training.config import TrainConfig
@@ -107,6 +109,7 @@ def train(config: TrainConfig, *, console: Console | None = None, prepare: Prepa
 def _train(config: TrainConfig, processes: Processes, console: Console | None, prepare: Prepare) -> RunResult:
     folder = Path(config.run.folder)
     check_folder(folder)
+    new = not folder.exists()
     root = folder / CHECKPOINTS
     now_at("the preparation of the data")
     with processes.first_alone():
@@ -138,8 +141,14 @@ def _train(config: TrainConfig, processes: Processes, console: Console | None, p
         task, stopped = _pretrain(task, first, processes, console)
         if stopped is not None:
             return stopped
-    with _threads(config.run.threads):
-        return replace(_run(task, processes, settings, start, console), config=config)
+    try:
+        with _threads(config.run.threads):
+            return replace(_run(task, processes, settings, start, console), config=config)
+    except (RuntimeError, MemoryError) as error:
+        # Only what this run has made: sizes that don't fit are no run to go on with.
+        if new and processes.first and is_out_of_memory(error) and not checkpoint.listing(root):
+            shutil.rmtree(folder)
+        raise
 
 
 def _pretrain(

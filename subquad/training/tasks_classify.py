@@ -20,6 +20,7 @@ from subquad.models.build import build_encoder
 from subquad.models.encoder import EncoderConfig
 from subquad.models.pretraining import Hiding, PretrainingModel
 from subquad.training.config import TrainConfig
+from subquad.training.memory import check_fits
 from subquad.training.task import Batch, Items, Task, count_items, fitted, preparing, rows, spread
 
 FOLDER = "pretrain"
@@ -48,7 +49,7 @@ class _LabelledTask(Task):
         if config.classify.dataset == "toy":  # making or reading the others takes long
             labelled(config)
         with torch.device("meta"):
-            Classifier(config.encoder(num_classes=2))
+            check_fits(Classifier(config.encoder(num_classes=2)), config)
         check_pretraining(config)
 
 

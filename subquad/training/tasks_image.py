@@ -19,6 +19,7 @@ from subquad.data.images import ImageSet, load_images
 from subquad.models.image import ImageModel, ImageModelConfig
 from subquad.models.pixels import LEVELS
 from subquad.training.config import BatchConfig, TrainConfig
+from subquad.training.memory import check_fits
 from subquad.training.task import Task, fitted, spread
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ class ImageTask(Task):
             raise ValueError("task=image needs image.path: a folder of images, an npz file, or hf:NAME")
         side = max(28, config.image.near + 1)
         with torch.device("meta"):
-            ImageModel(ImageModelConfig.from_decoder(config.model, height=side, width=side, **image_settings(config)))
+            model = ImageModelConfig.from_decoder(config.model, height=side, width=side, **image_settings(config))
+            check_fits(ImageModel(model), config)
 
     @classmethod
     def prepare(cls, config: TrainConfig, console: Console | None) -> Self:

@@ -23,6 +23,7 @@ from subquad.data.windows import PackedSetWindows, PackedWindows, SetWindows, Wi
 from subquad.models.build import build_model
 from subquad.models.stacks import options_of
 from subquad.training.config import TrainConfig
+from subquad.training.memory import check_fits
 from subquad.training.task import Batch, Task, fitted, preparing, rows, spread
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class LanguageTask(Task):
     def check(cls, config: TrainConfig) -> None:
         """Raise `ValueError` or `TypeError` for a model that can't be built, or trained on windows of batch.length."""
         with torch.device("meta"):
-            build_model(config.model)
+            check_fits(build_model(config.model), config)
         options_of(config.model).window_labels(config.batch.length)
 
     @classmethod
@@ -91,7 +92,7 @@ class LanguageTask(Task):
             held_out=spread(held_out, config.run.eval_windows),
             special={f"{name}_id": token_id(corpus.tokenizer, name) for name in ("eos_token", "pad_token")},
             identity={
-                "data": digest([corpus.fingerprint, corpus.train_files, len(corpus.train)]),
+                **corpus.identity,
                 "tokenizer": digest(corpus.tokenizer.to_str()),
                 **({} if config.data.pack == "stream" else {"data.pack": config.data.pack, "windows": len(windows)}),
                 **({} if options.fewest_predicted is None else {"labels": labels}),
@@ -145,7 +146,7 @@ class ProbeTask(Task):
     def check(cls, config: TrainConfig) -> None:
         """Raise like `LanguageTask.check`, and `ValueError` for a model that can't predict all asked tokens."""
         with torch.device("meta"):
-            build_model(config.model)
+            check_fits(build_model(config.model), config)
         check_probe(config)
 
     @classmethod

@@ -27,7 +27,7 @@ from subquad.testing import AttentionContract, assert_exact, assert_same_maths, 
 from subquad.testing.tools import LINEAR_GROWTH
 
 FOLDER = Path(subquad.attention.__file__).parent
-SHARED = {"base", "blocked", "projected", "recurrence", "recurrent", "scanned", "sharing", "sinks"}
+SHARED = {"base", "blocked", "divided", "projected", "recurrence", "recurrent", "scanned", "sharing", "sinks"}
 TESTS = Path(__file__).parent
 NAMES = names()
 CAUSAL = [name for name in NAMES if "causal" in mechanism(name).forms]

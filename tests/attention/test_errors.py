@@ -23,6 +23,45 @@ def test_an_unknown_name_is_answered_with_the_valid_ones(make):
         make("windwo")
 
 
+@pytest.mark.parametrize(("name", "hint"), [
+    *((name, r"did you mean 'full'\?") for name in ("sdpa", "softmax", "mha", "attention", "flash")),
+    ("mamba", r"did you mean 'mamba2'\?"),
+    ("rwkv", r"there is no RWKV, 'gla' \(version 6\) and 'kda' \(version 7\) are nearest"),
+    ("gqa", "grouped queries are an option: 'full' with num_kv_heads"),
+])  # fmt: skip
+def test_names_of_other_libraries_are_answered_with_ours(name, hint):
+    with refuses(rf"unknown attention '{name}'; {hint}.* valid: "):
+        build(name, **SIZES)
+
+
+@each
+def test_options_by_position_are_answered_with_their_names(name):
+    cls, config = mechanism(name), build(name, **SIZES).config
+    assert cls(config).config == config
+    for given, options, shown in (
+        ((64, 4), {}, "dim=64, num_heads=4"), ((64,), {"num_heads": 4}, "dim=64, num_heads=4"),
+        ((config,), {"bias": True}, "bias=True"),
+    ):  # fmt: skip
+        match = rf"^{cls.__name__} takes its options by name, as in {cls.__name__}\({shown}\), or a finished conf"
+        with refuses(match, TypeError):
+            cls(*given, **options)
+
+
+@each
+def test_what_stands_in_another_arguments_place_is_named(name):
+    layer = build(name, **SIZES)
+    mask, pair = torch.ones(2, 5, dtype=torch.bool), layer(X)
+    for given, kind in ((mask, "Tensor"), (pair, "tuple")):
+        with refuses(
+            rf"state must be a State .*, got {kind}; give a mask by its name: layer\(x, mask=mask\)", TypeError
+        ):
+            layer(X, given)
+    with refuses(r"mask must be a bool tensor .*, got State", TypeError):
+        layer(X, mask=pair[1])
+    with refuses(r"x must be a tensor \[B, T, 16\], got tuple; .* y, state = layer\(x\)", TypeError):
+        layer(pair)
+
+
 @each
 def test_common_options_are_checked(name):
     with refuses(rf"attention '{name}' has no option 'dropuot'; did you mean 'dropout'\? valid: "):

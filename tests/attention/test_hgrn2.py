@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from subquad.attention import build
+from subquad.attention import build, hgrn2
 from subquad.models import Decoder, DecoderConfig
 from subquad.testing import AttentionContract, assert_exact, assert_same_maths
 
@@ -67,6 +67,19 @@ def test_bounds_count_the_layers_of_other_mechanisms():
     decoder = Decoder(DecoderConfig(**shape, attention=["window", "hgrn2"]))
     assert_exact(decoder.blocks()[1].attention.bound, torch.full((16,), math.log(1 / 3)), "layer 1 of 4")
     assert_exact(decoder.blocks()[3].attention.bound, torch.full((16,), math.log(3.0)), "layer 3 of 4")
+
+
+def test_a_layer_whose_place_is_not_known_says_so_once_in_training(caplog):
+    hgrn2._warn_not_placed.cache_clear()
+    layers, x = [build("hgrn2", dim=16, num_heads=2) for _ in range(3)], torch.randn(1, 3, 16)
+    layers[0].place(0, 3)
+    layers[0](x)
+    layers[1].eval()(x)
+    assert not caplog.records
+    layers[1].train()(x)
+    layers[2](x)
+    assert len(caplog.records) == 1
+    assert "call layer.place(number, layers) of each" in caplog.text
 
 
 def test_a_layer_in_no_model_may_forget_everything():

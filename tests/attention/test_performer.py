@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from subquad.attention import build
+from subquad.attention import after_step, build, performer
 from subquad.attention.performer import orthogonal_directions
 from subquad.testing import AttentionContract, assert_same_maths, sharpened
 
@@ -78,6 +78,23 @@ def test_directions_are_drawn_anew_after_every_interval_of_steps(interval, steps
     assert drawn == steps
     assert layer.directions is buffer
     assert buffer.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("told", "warnings"), [(False, 1), (True, 0)])
+def test_a_layer_that_hears_of_no_step_says_once_what_to_call(told, warnings, monkeypatch, caplog):
+    monkeypatch.setattr(performer, "PATIENCE", 3)
+    performer._warn_not_redrawn.cache_clear()
+    model, x = torch.nn.Sequential(build("performer", **SIZES, redraw_interval=2)), torch.randn(1, 2, 16)
+    for step in range(1, 14):
+        model[0](x)
+        with torch.no_grad():
+            model[0](x)
+        assert len(caplog.records) == (warnings if step > 4 * 2 + 3 else 0)
+        if told:
+            before = model[0].directions.clone()
+            after_step(model, step)
+            assert torch.equal(before, model[0].directions) == (step % 2 == 1)
+    assert ("call subquad.attention.after_step(model, step)" in caplog.text) == bool(warnings)
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "relu"])

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from subquad.attention import build
-from subquad.testing import assert_same_maths
+from subquad.attention.recurrent import DecayRate
+from subquad.ops import gated_scan
+from subquad.ops.scan import FORGET_ALL
+from subquad.testing import assert_exact, assert_same_maths
 
 DIM, HEADS, TOKENS = 12, 3, 23
 
@@ -89,3 +92,18 @@ def test_it_is_the_papers_recurrence_token_by_token(loop):
     w = {name: parameter.detach().numpy() for name, parameter in layer.named_parameters()}
     expected = torch.from_numpy(loop(w, x.numpy()) @ w["out.weight"].T)
     assert_same_maths(layer(x[None])[0][0], expected, loop.__name__)
+
+
+@pytest.mark.parametrize(
+    ("a", "c", "decay"), [(100.0, -200.0, 0.0), (100.0, 5.0, FORGET_ALL), (1e30, 1e3, FORGET_ALL), (-1e30, 100.0, 0.0)]
+)
+def test_an_extreme_rate_is_no_infinity_times_zero(a, c, decay):
+    rate = DecayRate(2)
+    torch.nn.init.constant_(rate.log_rate, a)
+    torch.nn.init.constant_(rate.step_bias, c)
+    log_f, _ = rate(torch.zeros(1, 3, 2))
+    x = torch.ones(1, 2, 3, 4)
+    gated_scan(x, x, x, log_f).out.sum().backward()
+    assert_exact(log_f.clamp(min=FORGET_ALL), torch.full_like(log_f, decay))
+    assert rate.log_rate.grad.isfinite().all()
+    assert rate.step_bias.grad.isfinite().all()

@@ -69,7 +69,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     ("ops --tokens 0", "tokens must be at least 1, got 0"),
     ("ops --backends tirton", "unknown backend 'tirton'; did you mean 'triton'?"),
     ("ops --device tpu", "unknown device 'tpu'; valid: cpu, cuda"),
-    ("ops --dtype float8", "dtype must be float32, bfloat16 or float16, got 'float8'"),
+    ("ops --dtype float8", "dtype must be float32, bfloat16, float16 or null, got 'float8'"),
     ("decode --mechanisms perceiver_ar", "unknown attention 'perceiver_ar'"),
     ("decode --graph", "graph needs a GPU, got device 'cpu'"),
     ("layers --mechanisms linformer", "no causal form of attention 'linformer'"),

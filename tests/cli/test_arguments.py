@@ -19,6 +19,9 @@ def test_every_option_has_help(command):
     parser = importlib.import_module(COMMANDS[command]).make_parser()
     helps = {option: action.help for action in parser._actions for option in action.option_strings or [action.dest]}
     assert all(helps.values()), [option for option, text in helps.items() if not text]
+    shown = parser.format_help()
+    assert "null" in shown
+    assert "None" not in shown
     for group in ("model", "data", "batch", "optimizer", "schedule", "run") if command == "train" else ():
         for name in getattr(TrainConfig(), group).to_dict():
             assert f"--{group}.{name}" in helps
@@ -46,6 +49,7 @@ OPTION = "--model.options"
      [f"{OPTION}.llp.shifted_heads", "true"], {"model.options": {**LLP, "latte": {"num_latents": 5}}}),
     *(([], flags, {"run.eval_every": 7})
       for flags in (["--run.eval-every", "7"], ["--run.eval-every=7"], ["--run.eval_every", "7"])),
+    ([], [f"{OPTION}.llp.shifted-heads", "true"], {"model.options": {"llp": {"shifted_heads": True}}}),
 ])  # fmt: skip
 def test_flags_win_over_files_wherever_they_stand_and_later_files_over_earlier_ones(tmp_path, files, flags, expected):
     configs = []
@@ -101,6 +105,11 @@ CONVERT = ["convert", "model", "--out", "folder", "--attention", "llp"]
     (["train", "--lr", "0.1"], "unknown option 'lr'; did you mean 'optimizer.lr' or 'pretrain.lr'?\n"),
     (["train", "--tokenizer.kind", "bytes"], "unknown option 'tokenizer.kind'; did you mean 'data.tokenizer'?\n"),
     (["train", "--model.dim", "wide"], "model.dim: Expected a int. Got value: wide\n"),
+    (["train", "--run.threads", "None"], "run.threads: Expected a int or null. Got value: None\n"),
+    (["generate", "run", "--decode", "None"], "decode must be exact, refill, frozen or null, got 'None'\n"),
+    (["generate", "run", "--device", "cuda"], "device must be auto or cpu, got 'cuda'; did you mean 'auto'?\n"),
+    (["generate", "run", "--prompt_file", "nowhere"], "there is no file nowhere\n"),
+    (["generate", "run", "--no_stream", "--max-tokens=0"], "give one of --prompt TEXT, "),
     (["train", "word"], "unexpected argument 'word'\n"),
     (["train", "--config", "nowhere.yaml"], "there is no file nowhere.yaml\n"),
     (["train", "--recipe", "stdlib-lp"], "unknown recipe 'stdlib-lp'; did you mean 'stdlib-llp'? valid: stdlib-llp, "),
@@ -109,6 +118,8 @@ CONVERT = ["convert", "model", "--out", "folder", "--attention", "llp"]
     (["train", "--task", "clasify"], "task must be language, classify, pretrain, image or probe, got 'clasify'; did"),
     (["train", "--optimizer.name", "x"], "optimizer.name must be adamw, adam, radam or muon, got 'x'\n"),
     (["train", "--run.prompt="], "run.prompt must "),
+    *((["train", *task, "--model.dim", "1000000"], "out of memory: ")
+      for task in ([], ["--task", "probe"], ["--recipe", "toy-classify"], ["--task", "image", "--image.path", "hf:x"])),
     ([*CONVERT, "--lora.foo", "1"], "unknown option 'lora.foo'; did you mean 'lora.lr'? valid: lora.alpha, "),
     ([*CONVERT, "--lora.rank.foo", "1"], "unknown option 'lora.rank.foo'; did you mean 'lora.rank'? valid: lora.alpha"),
     ([*CONVERT, "--optimizer.lr", "1"], "unknown option 'optimizer.lr'; did you mean 'lora.lr' or 'match.lr'?\n"),

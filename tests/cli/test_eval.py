@@ -28,11 +28,11 @@ def measured(printed, folder, *arguments):
 
 def test_eval_repeats_the_evaluation_of_a_run_and_of_its_checkpoint(trained, printed):
     before = json.loads((trained / "evaluation.json").read_text())
-    out, found = measured(printed, trained)
+    out, found = measured(printed, trained, "--windows", "6")  # as many as 3 steps of 2 windows trained on
     assert {**found, "seconds": 0} == {**before, "seconds": 0}
     assert "tokens of context" in out
     assert "16 to 31" in out
-    assert measured(printed, trained / "checkpoints" / "checkpoint-3")[1]["loss"] == before["loss"]
+    assert measured(printed, trained / "checkpoints" / "checkpoint-3", "--windows", "6")[1]["loss"] == before["loss"]
 
 
 def test_eval_reads_the_whole_of_another_text(trained, tmp_path, printed):

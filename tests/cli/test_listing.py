@@ -5,8 +5,10 @@ import re
 import pytest
 
 from subquad import attention
-from subquad.cli.listing import WIDTH, markdown, options
+from subquad.attention.base import LAWS
+from subquad.cli.listing import WIDTH, markdown
 from subquad.models.stacks import STACKS
+from subquad.options import options
 from subquad.recipes import recipes
 
 NAMES = [*attention.names(), *STACKS]
@@ -50,7 +52,7 @@ def test_the_laws_are_a_row_a_form_with_the_reasons_below(printed):
         "bidirectional, law 15: bidirectional: each sequence hands on a memory of its own",
         "bidirectional, law 9: bidirectional: a token sees later ones",
         "stacks, law 1: a stack of layers",
-        *attention.LAWS.values(),
+        *LAWS.values(),
         *(f" {name} " for name in NAMES),
     ):
         assert text in out

@@ -87,6 +87,9 @@ def test_a_command_that_is_not_there_is_answered_with_the_right_one(capsys, argu
     (ValueError("a value"), 1, ["error: a value"]),
     (TypeError("f() takes 1"), 1, ["error: f() takes 1", "this may be a bug in the program: --debug shows where"]),
     (KeyboardInterrupt(), 130, ["interrupted"]),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: 4 TB\n in C++"), 1,
+     ["error: out of memory: DefaultCPUAllocator: can't allocate memory: 4 TB"]),
+    (MemoryError(), 1, ["error: out of memory"]),
 ])  # fmt: skip
 def test_an_error_is_a_line_and_debug_adds_its_traceback(monkeypatch, capsys, error, status, lines):
     def broken(arguments):

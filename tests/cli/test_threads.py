@@ -1,4 +1,4 @@
-"""Commands that train leave busy cores to others, and resume with the number of threads they began with."""
+"""Commands leave busy cores to others; trainings resume with the number of threads they began with."""
 
 import json
 import logging
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from subquad import memory
-from subquad.cli import threads
-from subquad.cli.threads import kept_threads, with_threads
+from subquad.cli import main, threads
+from subquad.cli.threads import keep_to_idle_cores, kept_threads, with_threads
 from subquad.training import RunConfig, TrainConfig
 
 IDLE = dict.fromkeys(range(4), 7.0)
@@ -52,24 +52,65 @@ def test_a_process_that_computes_is_seen():
     assert sum(memory._busy_seconds().values()) - sum(before.values()) > 0.2
 
 
+@pytest.fixture
+def busy(monkeypatch):
+    """A machine of which other processes leave one of two cores; return the numbers of threads that are set."""
+    chosen = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(threads, "free_threads", lambda: 1)
+    for name in threads.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return chosen
+
+
 def run(folder, **options):
     return RunConfig(folder=str(folder), device="cpu", steps=100, **options)
 
 
-def test_a_new_run_logs_its_number_of_threads(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(threads, "free_threads", lambda: 1)
+def test_a_new_run_logs_its_number_of_threads_and_ends_with_it(tmp_path, monkeypatch, caplog, busy):
     with caplog.at_level(logging.WARNING):
         assert with_threads(run(tmp_path / "new")).threads == 1
-    assert "run.threads is set to 1 because other processes keep the other cores busy" in caplog.text
+    assert "1 of 2 CPU threads are used because other processes keep the other cores busy; run.threads" in caplog.text
     assert with_threads(run(tmp_path / "new", threads=3)).threads == 3
+    assert busy == [1, 3]
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert with_threads(run(tmp_path / "new")).threads is None
+    assert busy == [1, 3]
+
+
+@pytest.mark.parametrize("arguments", [
+    ["eval", "x"],
+    ["generate", "x"],
+    ["complete", "x"],
+    ["serve", "x"],
+    ["probe", "x"],
+    ["audit", "x"],
+    ["train", "--recipe", "tiny"],
+    ["convert", "x"],
+], ids=lambda arguments: arguments[0])  # fmt: skip
+def test_every_command_that_computes_looks_for_idle_cores(tmp_path, monkeypatch, capsys, busy, arguments):
+    def looks():
+        raise ArithmeticError("it looks")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(threads, "free_threads", looks)
+    assert main(arguments) == 1
+    assert capsys.readouterr().err == "error: it looks\n"
+
+
+def test_a_number_that_the_user_sets_is_kept(monkeypatch, busy):
+    keep_to_idle_cores("cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    keep_to_idle_cores("cpu")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    keep_to_idle_cores("auto")
+    assert busy == [1, 2]
 
 
 @pytest.mark.parametrize("kept", [2, None])
-def test_a_resumed_run_or_conversion_keeps_its_number_of_threads(tmp_path, monkeypatch, kept):
-    monkeypatch.setattr(threads, "free_threads", lambda: 1)
+def test_a_resumed_run_or_conversion_keeps_its_number_of_threads(tmp_path, busy, kept):
     TrainConfig(run=run(tmp_path, threads=kept)).to_file(tmp_path / "config.yaml")
     assert with_threads(run(tmp_path)).threads == kept
     file = tmp_path / "conversion.json"

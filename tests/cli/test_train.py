@@ -55,9 +55,22 @@ def test_samples_end_where_positions_and_latents_do(tmp_path, caplog, model, pro
     run = {"prompt": prompt, "sample_tokens": 60}
     config = TrainConfig.from_dict({"model": shape | model, "batch": {"length": 8}, "run": run})
     decoder = build_model(config.model).eval()
-    _write_samples(SimpleNamespace(config=config, decoder=decoder, folder=tmp_path), load_tokenizer("bytes"))
+    _write_samples(
+        SimpleNamespace(config=config, decoder=decoder, folder=tmp_path, steps=1_000), load_tokenizer("bytes")
+    )
     assert f"samples are cut to {count} tokens: {reason}" in caplog.text
     assert (tmp_path / "samples.txt").read_text().count("--- ") == 3
+
+
+def test_the_end_of_a_short_run_measures_no_more_than_it_trained_on(tiny, tmp_path, caplog, printed):
+    run = tmp_path / "short run"
+    printed("train", "--config", tiny, "--run.folder", run, "--run.steps", "2")
+    evaluation, report = (json.loads((run / f"{name}.json").read_text()) for name in ("evaluation", "report"))
+    assert evaluation["tokens"] == report["held_out_bytes"] - 1 == 2 * 2 * 32
+    assert f"on all held-out text: subquad eval '{run}'" in caplog.text
+    assert "samples are cut to 1 tokens: the run has only 2 steps" in caplog.text
+    printed("eval", run, "--windows", "4", "--json", tmp_path / "result.json")
+    assert json.loads((tmp_path / "result.json").read_text())["loss"] == evaluation["loss"]
 
 
 def test_an_interrupted_run_says_how_to_resume(tiny, tmp_path, capsys, refused, monkeypatch):

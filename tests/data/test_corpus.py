@@ -14,7 +14,7 @@ import pytest
 from subquad.data import DataConfig, prepare
 from subquad.data import corpus as module
 from subquad.data.corpus import prepare_shard
-from subquad.data.sources import BadTextError
+from subquad.data.texts import BadTextError
 from subquad.data.tokenizers import bytes_tokenizer, tokenizer_hash
 from subquad.data.vocabularies import SEPARATOR
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from subquad.data.packed import DAMAGE, PACKED, find_packed, load_arrays, open_stream, read_packed
-from subquad.data.sources import BadTextError, open_source
+from subquad.data.sources import open_source
+from subquad.data.texts import BadTextError
 from tests.data.pictures import PACK
 
 CONTENT = b"one\ntwo\n" * 100

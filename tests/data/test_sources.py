@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from subquad.config import read_mapping
 from subquad.data.images import load_images
 from subquad.data.lra.read_text import hub_parts
-from subquad.data.sources import BadTextError, cut, hold_out, open_source
+from subquad.data.sources import cut, hold_out, open_source
+from subquad.data.texts import BadTextError
 from subquad.recipes import recipe_path
 
 
@@ -35,10 +36,27 @@ def test_folders_and_globs_are_read_sorted_and_names_are_relative(tmp_path, monk
     assert read(tmp_path / "a") == [("a/z.txt", "one"), ("b.txt", "two"), ("c.md", "three")]
     assert read(tmp_path / "a/**/*.txt") == [("a/z.txt", "one"), ("b.txt", "two")]
     assert read(tmp_path / "a/a/*") == [("z.txt", "one")]
-    text = "﻿a\r\nb\tç \U0001f389\n\n"
+    text = "a\r\nb\tç \U0001f389\n\n"
     write(tmp_path, stdlib__a_txt=text)
     monkeypatch.chdir(tmp_path)
     assert [*open_source("./stdlib").documents()] == [("a.txt", text.encode(), b"a.txt")], "text is kept unchanged"
+
+
+def test_links_to_folders_are_followed_and_nothing_is_read_twice(tmp_path):
+    write(tmp_path, real__a_txt="one", real__deep__b_txt="two", corpus__mine__c_txt="three", corpus__d_txt="four")
+    corpus = tmp_path / "corpus"
+    (corpus / "again").symlink_to(corpus / "mine")  # would come first by its name
+    (corpus / "circle").symlink_to(corpus)
+    (corpus / "link").symlink_to(tmp_path / "real")
+    (corpus / "same").symlink_to(tmp_path / "real" / "deep")
+    (corpus / "b.txt").symlink_to(corpus / "d.txt")
+    expected = [("d.txt", "four"), ("link/a.txt", "one"), ("link/deep/b.txt", "two"), ("mine/c.txt", "three")]
+    assert read(corpus) == expected
+    (tmp_path / "top").symlink_to(corpus)
+    assert read(tmp_path / "top") == expected
+    assert sorted(text for _, text in read(corpus / "**" / "*.txt")) == ["four", "one", "three", "two"]
+    (tmp_path / "real" / "back").symlink_to(corpus)
+    assert read(corpus) == expected, "a circle by way of two links"
 
 
 def test_a_missing_path_is_answered_with_its_neighbours(tmp_path):
@@ -118,8 +136,8 @@ def test_a_dataset_is_asked_for_by_name_config_split_and_column(monkeypatch):
     given = datasets.Dataset.from_dict({"text": ["first", "", None, "fourth", "NUL\0"], "label": ["l"] * 5})
     loaded = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, split: loaded.append((*args, split)) or given)
-    assert read("hf:owner/name", skip_bad_files=True) == [("row 0", "first"), ("row 3", "fourth")]
-    assert read("hf:owner/name:config:test:label")[0] == ("row 0", "l")
+    assert read("hf:owner/name", skip_bad_files=True) == [("", "first"), ("", "fourth")]
+    assert read("hf:owner/name:config:test:label")[0] == ("", "l")
     with pytest.raises(BadTextError, match=r"hf:owner/name::validation, row 4 is not text: it has a NUL at byte 3"):
         read("hf:owner/name::validation")
     assert loaded == [
@@ -134,6 +152,19 @@ def test_a_dataset_is_asked_for_by_name_config_split_and_column(monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             open_source(asked)
+
+
+@pytest.mark.parametrize("reader", [open_source, load_images, hub_parts])
+def test_without_a_network_a_dataset_is_one_error_at_once(reader, monkeypatch):
+    def unreachable(self, name, *, repo_type, timeout):
+        assert (name, repo_type) == ("a/b", "dataset")
+        raise OSError("no such host")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", unreachable)
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: pytest.fail("it would try again and again"))
+    message = r"'hf:a/b' is on the Hugging Face Hub, which can't be reached \(no such host\); HF_HUB_OFFLINE=1 takes"
+    with pytest.raises(ConnectionError, match=message):
+        reader("hf:a/b")
 
 
 @pytest.mark.parametrize("reader", [open_source, load_images, hub_parts])

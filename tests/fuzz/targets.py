@@ -359,6 +359,8 @@ def make_sources(folder):
     for suffix, pack in PACK.items():
         put(folder, f"b.txt{suffix}", pack(raw))
     put(folder, "a.txt", raw)
+    put(folder, "e.jsonl", json.dumps({"text": TEXT, "id": 1}) + "\n")
+    put(folder, "e.csv", 'id,text\n1,"a ""b"",\nc"\n')
     put(folder, "c.zip", zipped({"x/a.txt": raw, "b.txt": raw}))
     for name, mode in (("d.tar", "w"), ("d.tar.xz", "w:xz"), ("d.tgz", "w:gz"), ("d.tar.bz2", "w:bz2")):
         put(folder, name, tarred({"x/a.txt": raw, "y" * 120: raw}, mode))

@@ -28,6 +28,15 @@ def test_it_holds_every_field_of_the_decoder_with_its_default():
     assert SubquadConfig.from_decoder(sines).decoder_config() == sines
 
 
+@pytest.mark.parametrize(("key", "hint"), [
+    ("rope_theta", r"did you mean 'rope_base'\?$"), ("intermediate_size", r"did you mean 'ff_dim'\?$"),
+    ("num_local_experts", r"there is no mixture of experts \(docs/limits\.md\)$"),
+])  # fmt: skip
+def test_names_of_transformers_that_are_no_aliases_are_answered_with_ours(key, hint):
+    with pytest.raises(ValueError, match=f"^SubquadConfig has no field '{key}'; {hint}"):
+        SubquadConfig(**{key: 8})
+
+
 def test_the_usual_names_are_aliases_and_fields_of_other_libraries_pass():
     other = {"tokenizer_class": "PreTrainedTokenizerFast", "some_tool": {"a": 1}}
     config = SubquadConfig(hidden_size=64, num_hidden_layers=2, tie_word_embeddings=False, **other)

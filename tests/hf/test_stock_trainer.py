@@ -1,5 +1,8 @@
 """A language model of this library in transformers' own Trainer, alone and with PEFT's factors in it."""
 
+import re
+from pathlib import Path
+
 import peft
 import pytest
 import torch
@@ -8,6 +11,8 @@ from transformers import Trainer, TrainingArguments
 from subquad.hf import SubquadForCausalLM
 from subquad.testing import assert_exact, assert_same_maths
 from tests.hf.small import language_model
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 
 def row(index):
@@ -20,12 +25,12 @@ def make_model(name="latte"):
     return language_model(name, vocab_size=16, init_std=0.02).float()
 
 
-def fit(model, folder, **options):
+def fit(model, folder, *callbacks, **options):
     """Train for some steps, save the model, and return the reported losses."""
     options = {"max_steps": 12, "per_device_train_batch_size": 4, "learning_rate": 0.02} | options
     quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
     arguments = TrainingArguments(output_dir=str(folder), lr_scheduler_type="constant", **quiet, **options)
-    trainer = Trainer(model=model, args=arguments, train_dataset=[row(i) for i in range(8)])
+    trainer = Trainer(model=model, args=arguments, train_dataset=[row(i) for i in range(8)], callbacks=list(callbacks))
     trainer.train()
     trainer.save_model(str(folder))
     return [record["loss"] for record in trainer.state.log_history if "loss" in record]
@@ -45,6 +50,22 @@ def test_accumulated_rows_with_unequal_labels_make_the_step_of_one_batch(tmp_pat
     fit(parts, tmp_path / "parts", max_steps=1, optim="sgd", **split)
     for (name, one), other in zip(whole.named_parameters(), parts.parameters(), strict=True):
         assert_same_maths(one.detach(), other.detach(), name)
+
+
+def test_a_callback_lets_performer_redraw_its_features(tmp_path):
+    model = language_model("performer", vocab_size=16, options={"performer": {"redraw_interval": 2}}).float()
+    layer, drawn, page = model.model.decoder.layers[0].attention, [], {}
+    code = re.search(r"^```python\n(from transformers import TrainerCallback.*?)^```", PAGE.read_text(), re.M | re.S)
+    exec(code[1], page)  # noqa: S102 the page's own code
+
+    class Watch(page["AfterStep"]):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            before = layer.directions.clone()
+            super().on_step_end(args, state, control, model=model, **kwargs)
+            drawn.append(not torch.equal(before, layer.directions))
+
+    fit(model, tmp_path, Watch(), max_steps=4, per_device_train_batch_size=2)
+    assert drawn == [False, True, False, True]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it

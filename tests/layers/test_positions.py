@@ -51,8 +51,8 @@ def test_rotation_is_exact_far_into_a_long_sequence():
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: rotate(torch.randn(1, 1, 2, 7), 0), "even number of channels per head, got 7"),
     (lambda: positions(torch.zeros(1, 2, dtype=torch.long), 2, "cpu"),
-     r"integer tensor \[B\], got torch.int64 of shape \[1, 2\]"),
-    (lambda: rotate(torch.randn(1, 1, 2, 8), torch.zeros(1)), r"integer tensor \[B\], got torch.float32"),
+     r"integer tensor \[\] or \[B\], got torch.int64 of shape \[1, 2\]"),
+    (lambda: rotate(torch.randn(1, 1, 2, 8), torch.zeros(1)), r"integer tensor \[\] or \[B\], got torch.float32"),
     (lambda: Sinusoidal(7), "even dim, got 7"),
     (lambda: Learned(4, max_positions=0), "max_positions must be at least 1, got 0"),
     (lambda: Learned(4, 8)(torch.zeros(2, 3, 4), 6), "position 8 is outside of the learned table of 8 positions"),

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import State
-from subquad.models import Decoder, DecoderConfig
+from subquad.models import Decoder, DecoderConfig, ImageModel, ImageModelConfig
 from subquad.ops import flops, loss
 from subquad.testing import assert_exact, assert_in_budget, assert_same_maths
 from subquad.testing.tools import largest_allocation
@@ -309,6 +309,19 @@ def test_cost_counts_layers_for_every_pass_and_the_head_for_every_loss(name, fie
 def test_settings_that_no_layer_supports_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
         Decoder(DecoderConfig(**({"dim": 16, "num_heads": 2, "num_layers": 2} | fields)))
+
+
+def test_a_mask_in_the_states_place_is_told_its_name():
+    model, block = small.decoder(), small.decoder().blocks()[0]
+    image = ImageModel(ImageModelConfig(attention="full", dim=16, num_layers=1, num_heads=2))
+    match = r"state must be a State .*, got Tensor; give a mask by its name: layer\(x, mask=mask\)"
+    small.assert_refused(
+        (lambda: model(small.tokens(), small.mask()), TypeError, match),
+        (lambda: small.perceiver_ar("cross")(small.tokens(), small.mask()), TypeError, match),
+        (lambda: block(torch.zeros(3, 17, 16).double(), small.mask()), TypeError, match),
+        (lambda: image(small.tokens(), small.mask()), TypeError, match),
+        (lambda: model(small.tokens(), mask=model(small.tokens())[1]), TypeError, "mask must be .* got State"),
+    )
 
 
 def test_bad_input_is_named():

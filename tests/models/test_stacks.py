@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from subquad.attention import LAWS
+from subquad.attention.base import LAWS
 from subquad.config import Config
 from subquad.models import Decoder, DecoderConfig, PerceiverAR
 from subquad.models.build import build_encoder, build_model

@@ -457,8 +457,8 @@ ERRORS = {
     "queries before the last": ({"q": X[:, :, :2], "lengths": TWO}, "the queries must be the last of the keys: "
                                 "q_start - k_start = S - T, got q_start=0, k_start=0, S=5, T=2"),
     "start's shape": ({"q_start": torch.tensor([1, 2, 3])},
-                      r"a start must be an int or an integer tensor \[2\], got torch\.int64 \(3,\)"),
-    "start's dtype": ({"k_start": TWO.float()}, r"an int or an integer tensor \[2\], got torch\.float32 "),
+                      r"a start must be an int or an integer tensor \[\] or \[2\], got torch\.int64 \(3,\)"),
+    "start's dtype": ({"k_start": TWO.float()}, r"an int or an integer tensor \[\] or \[2\], got torch\.float32 "),
     "key_lengths' shape": ({"key_lengths": TWO[:1]}, r"key_lengths must hold integers in the shape \(2,\), got "),
     "key_lengths' dtype": ({"key_lengths": TWO.float()}, r"key_lengths must hold integers .*, got torch\.float32"),
     "key_lengths and lengths": ({"pattern": Full(), "key_lengths": TWO, "lengths": TWO}, rf"{ALONE_MATCH}Full\(\)"),

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.testing import EagerAndRecordGraphs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from subquad.ops import attend, backends, block_attention, gated_scan, running_softmax
@@ -77,6 +78,45 @@ def test_use_backend_holds_within_its_block_and_nests():
     with pytest.raises(RuntimeError, match="inside"), use_backend("reference"):
         raise RuntimeError("inside")
     assert choose("op", None, BOTH, "torch") == "torch"
+
+
+@pytest.mark.parametrize("engine", ["block_attention", "gated_scan"])
+def test_a_backend_is_obeyed_in_compiled_code(engine):
+    """A function is compiled once for each backend, and a block inside it counts too."""
+    graphs = EagerAndRecordGraphs()
+    call = torch.compile(ENGINES[engine], backend=graphs, fullgraph=True)
+    q = X.clone().requires_grad_()  # a single query without gradients is a product of its own
+    call(k=q, v=q)
+    for backend in ("reference", "sequential"):
+        with use_backend(backend):
+            call(k=q, v=q)
+    call(k=q, v=q)
+    assert ["subquad" in graph.code for graph in graphs.graphs] == [True, False, True]
+    assert "sequential" in graphs.graphs[2].code
+
+    @torch.compile(backend=graphs, fullgraph=True)
+    def inside(x):
+        with use_backend("reference"):
+            return ENGINES[engine](k=x, v=x)
+
+    inside(q)
+    assert "subquad" not in graphs.graphs[3].code
+    with use_backend("reference"):
+        assert choose("op", None, BOTH, "torch") == "reference", "the block inside did not end this one"
+
+
+def test_the_innermost_block_counts_in_compiled_code():
+    graphs = EagerAndRecordGraphs()
+    with use_backend("reference"), use_backend("torch"):
+        with use_backend("reference"):
+            pass
+        torch.compile(ENGINES["gated_scan"], backend=graphs, fullgraph=True)()
+    assert "subquad" in graphs.graphs[0].code
+
+
+def test_a_backend_that_an_engine_lacks_is_refused_in_compiled_code():
+    with use_backend("flex"), pytest.raises(ValueError, match="gated_scan has no backend 'flex' here"):
+        torch.compile(ENGINES["gated_scan"], backend="eager")()
 
 
 def test_only_the_default_is_logged_once_per_engine(caplog):

@@ -7,7 +7,7 @@ import torch
 
 from subquad.ops import delta_scan, gated_scan
 from subquad.ops._torch import delta as module
-from subquad.testing import LOW_PRECISION, assert_exact, assert_same_maths
+from subquad.testing import LOW_PRECISION, assert_exact, assert_in_budget, assert_same_maths
 from tests.ops.cases import assert_all_in_budget, assert_all_same_maths, delta_by_token, differentiated, normal
 
 BACKENDS = ("torch", "reference", "sequential")
@@ -65,6 +65,25 @@ def test_equal_keys_are_solved_by_substitution(beta, dtype):
     assert_all_in_budget(actual, plain, exact, dtype)
 
 
+@pytest.mark.parametrize("decay", [None, 1e-7])
+def test_nearly_equal_keys_lose_no_more_than_token_by_token(decay):
+    """Two keys that are 1e-4 apart in turn, b = 2: nothing dampens an error of the keys' products."""
+    T, K = 256, 64
+    first, apart = unit(1, 2, 1, K, seed=1), unit(1, 2, 1, K, seed=2)
+    second = first + 1e-4 * apart
+    k = torch.cat([first, second / second.norm(dim=-1, keepdim=True)], 2).repeat(1, 1, T // 2, 1)
+    q, v = normal(1, 2, T, K, seed=3) / K**0.5, normal(1, 2, T, K, seed=4)
+    inputs = [q, k, v, torch.full_like(v[..., :1], 2.0)]
+    log_f = None if decay is None else torch.full_like(v[..., :1], -decay)
+
+    def outputs(dtype, backend):
+        x = [None if x is None else x.to(dtype) for x in (*inputs, log_f)]
+        return delta_scan(*x, backend=backend).out
+
+    exact = outputs(torch.float64, "reference")
+    assert_in_budget(outputs(torch.float32, "torch"), outputs(torch.float32, "reference"), exact, torch.float32)
+
+
 @forms
 @pytest.mark.parametrize("at", [0, 3, 20, 63, 64, 100])
 @pytest.mark.parametrize("what", ["keys", "values"])
@@ -91,7 +110,7 @@ solve, Decay = module._solve, module.Decay
 
 def neumann_series(A_NCC, x_NCV, *, transposed=False):
     """Sum `(-A)^n x` by doubling: right in exact arithmetic, and A^64 is zero."""
-    A_NCC = -A_NCC.tril(-1)
+    A_NCC = -A_NCC.tril(-1).to(x_NCV.dtype)
     power, y = A_NCC.mT if transposed else A_NCC, x_NCV
     for _ in range(6):
         y, power = y + power @ y, power @ power
@@ -148,3 +167,9 @@ def test_a_series_for_the_triangle_is_caught(monkeypatch):
     monkeypatch.setattr(module, "_solve", neumann_series)
     with pytest.raises(AssertionError, match="exceeds"):
         test_equal_keys_are_solved_by_substitution(2.0, torch.float32)
+
+
+def test_keys_multiplied_in_float32_are_caught(monkeypatch):
+    monkeypatch.setattr(module, "_exact", lambda decay, _, k, v: (decay, k))
+    with pytest.raises(AssertionError, match="exceeds"):
+        test_nearly_equal_keys_lose_no_more_than_token_by_token(None)

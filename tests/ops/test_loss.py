@@ -3,6 +3,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from subquad.layers.head import chunked_cross_entropy
 from subquad.ops import linear_cross_entropy, loss
 from subquad.testing import LOW_PRECISION, assert_exact, largest_allocation
 from tests.ops.cases import ALONE, assert_all_in_budget, assert_all_same_maths, differentiated, normal
@@ -148,3 +149,13 @@ def test_an_unknown_reduction_is_refused():
 def test_a_label_outside_the_vocabulary_is_refused(label):
     with pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
         linear_cross_entropy(*inputs_of(False), labels((4,), label))
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(3), torch.zeros(3, dtype=torch.bool)], ids=["float", "bool"])
+def test_labels_that_are_no_whole_numbers_are_refused(labels):
+    h, weight = torch.ones(3, 2), torch.ones(4, 2)
+    match = rf"labels must be whole numbers.*got {labels.dtype}"
+    with pytest.raises(TypeError, match=match):
+        linear_cross_entropy(h, weight, labels)
+    with pytest.raises(TypeError, match=match):
+        chunked_cross_entropy(lambda h: h @ weight.mT, h, labels, width=4)

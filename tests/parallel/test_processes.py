@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.parallel import cases
+from subquad.attention import names
+from tests.parallel import cases, divided
 from tests.parallel.processes import run_processes
 
 MODULE = "tests.parallel.cases"
@@ -19,6 +20,7 @@ def calls(ranks, tokens, layers, decoders):
 
 
 TWO = calls(2, 11, EXCHANGES, cases.DECODERS) | {"unequal parts": [2, MODULE, "unequal_parts"]}
+TWO |= divided.CASES
 # Log-step prefixes over four ranks, and reaches of several neighbours.
 FOUR = calls(4, 3, EXCHANGES, ["hybrid with rope"]) | {"two groups of two": [4, MODULE, "two_groups"]}
 MANY = FOUR | {f"loss {name} without checkpoints": [4, MODULE, "a_loss", name, 5] for name in cases.DECODERS}
@@ -37,6 +39,10 @@ def test_two_processes_are_one(tmp_path):
     found = run_processes(2, TWO, tmp_path)
     assert set(found) == set(TWO)
     assert not failures(found), failures(found)
+
+
+def test_each_mechanism_is_divided_or_refused_above():
+    assert {kind for kind, *_ in [*divided.RIGHT.values(), *divided.REFUSED.values()]} == set(names())
 
 
 @pytest.mark.slow

@@ -125,6 +125,7 @@ def test_a_checkpoint_that_was_half_deleted_is_not_restored(tmp_path):
 @pytest.mark.parametrize(("settings", "message"), [
     ({"batch": {"length": 8, "size": 2, "accumulation": "2"}}, "'accumulation' must be a int, got '2'"),
     ({"processes": None}, "'processes' must be a int, got None"),
+    ({"data.files": ["a.txt"]}, r"'data\.files' must be a dict, got \['a\.txt'\]"),
 ])  # fmt: skip
 def test_settings_of_another_type_are_damage(tmp_path, settings, message):
     with pytest.raises(CheckpointError, match=f"is damaged: {message}"):
@@ -164,3 +165,26 @@ def test_a_checkpoint_of_an_earlier_release_lacks_settings_that_have_their_defau
     for made, then, message in ((before, changed, posts), (3, before, "model was 3")):
         with pytest.raises(CheckpointError, match=f"with other settings: .*{message}"):
             checkpoint.check_settings({"step": 3, "settings": MADE | {"model": made}}, MADE | {"model": then})
+
+
+TEXT = {"data": "d1", "tokenizer": "t1", "data.files": {"a.txt": "1", "b.txt": "2", "c.txt": "3"}}
+OTHER = {"data": "d2", "tokenizer": "t2"}
+MANY = {f"{i:02}.txt": "4" for i in range(10)}
+
+
+@pytest.mark.parametrize(("made", "now", "message"), [
+    (TEXT, OTHER | {"data.files": {"a.txt": "1", "b.txt": "9", "d.txt": "4"}},
+     r"text removed: c\.txt; text added: d\.txt; text changed: b\.txt; restore"),
+    (TEXT, OTHER | {"data.files": TEXT["data.files"] | MANY}, r"text added: 00\.txt, .*, 07\.txt and 2 more; restore"),
+    (TEXT, OTHER | {"data.files": TEXT["data.files"]}, "data was 'd1', is 'd2'; tokenizer was 't1', is 't2'; restore"),
+    ({"data": "d1"}, OTHER | {"data.files": MANY}, "data was 'd1', is 'd2'; tokenizer was None, is 't2'; restore"),
+    (TEXT, {"data": "d1", "tokenizer": "t2"}, "settings: tokenizer was 't1', is 't2'; restore"),
+])  # fmt: skip
+def test_text_that_changed_is_told_by_the_names_of_its_files(made, now, message):
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.check_settings({"step": 3, "settings": MADE | made}, MADE | now)
+
+
+def test_a_checkpoint_of_an_earlier_release_has_no_names_of_files():
+    earlier = {name: value for name, value in TEXT.items() if name != "data.files"}
+    checkpoint.check_settings({"step": 3, "settings": MADE | earlier}, MADE | TEXT)

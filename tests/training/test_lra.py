@@ -57,7 +57,7 @@ SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not 
 @pytest.mark.parametrize(("name", "task", "causal"), [*QUICK, *SLOW])
 def test_a_task_trains(name, task, causal, release, tmp_path):
     measured = trained(release[task], tmp_path, name, "--classify.causal", causal)
-    assert measured["examples"] == TASKS[task]
+    assert measured["examples"] == min(TASKS[task], 8)  # no more than two steps of four train on
     for key in ("accuracy", "constant", "bag_of_tokens"):
         assert 0 <= measured[key] <= 1
 

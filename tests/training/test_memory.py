@@ -2,15 +2,18 @@
 
 import functools
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
+from subquad.memory import is_out_of_memory
+from subquad.models import build_model
 from subquad.training import train
-from subquad.training.config import ParallelConfig
+from subquad.training.config import LoraConfig, ParallelConfig
 from subquad.training.errors import StepMemoryError
 from subquad.training.loop import Loop
-from subquad.training.memory import explained, free_bytes, is_out_of_memory, largest_fit, part_bytes
+from subquad.training.memory import check_fits, explained, free_bytes, largest_fit, part_bytes
 from subquad.training.tasks_text import LanguageTask
 from tests.training.helpers import python, raising
 
@@ -31,12 +34,33 @@ def test_a_step_out_of_memory_says_what_was_tried_and_what_fits(make_config, mon
     assert "batch.size=2 with batch.accumulation=4 sees the same windows in each step and should fit" in text
     assert "run.activation_checkpointing=true" in text
     assert caught.value.__cause__ is error
+    assert not Path(make_config().run.folder).exists()
 
     assert all(is_out_of_memory(error) for error in OUT_OF_MEMORY)
     assert not is_out_of_memory(ValueError("out of memory"))
     monkeypatch.setattr(Loop, "loss", raising(RuntimeError("shapes do not fit")))
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         train(make_config())
+    monkeypatch.setattr(Loop, "loss", raising(error))
+    with pytest.raises(StepMemoryError):
+        train(make_config())
+    assert (Path(make_config().run.folder) / "config.yaml").is_file()  # of an earlier run
+
+
+def test_a_model_larger_than_the_machine_is_refused_before_any_text_is_read(make_config, monkeypatch):
+    config = make_config()
+    with torch.device("meta"):
+        model = build_model(config.model)
+    need = 8 * sum(parameter.numel() for parameter in model.parameters())
+    monkeypatch.setattr("subquad.memory.total_bytes", lambda device: need - 1)
+    with pytest.raises(ValueError, match=r"out of memory: [\d,]+ parameters take .* lower model.dim=16 or"):
+        check_fits(model, config)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_fits(model, config.replace(parallel=ParallelConfig(shard=True)))
+    check_fits(model, config.replace(lora=LoraConfig(rank=2, base="x")))
+    for total in (need, None):
+        monkeypatch.setattr("subquad.memory.total_bytes", lambda device, total=total: total)
+        check_fits(model, config)
 
 
 def test_the_estimate_is_the_models_own_and_the_largest_equal_part_that_fits_is_named(make_config, monkeypatch):

@@ -65,7 +65,8 @@ def test_the_state_and_speed_of_perceiver_ar_follow_how_it_decodes(decode, laten
 def test_the_report_compares_with_the_compressors(tmp_path, monkeypatch):
     monkeypatch.setattr("subquad.training.report.STATE_AFTER", (10, 20))
     text = b"".join(b"def function_%d(a):\n    return a\n" % number for number in range(300))
-    given = {"bits_per_byte": 1.25, "files_hash": "abc", "steps": 7, "train_tokens_per_second": 123.0, "skipped": 2}
+    given = {"bits_per_byte": 1.25, "files_hash": "abc", "steps": 7, "tokens": 80}
+    given |= {"train_tokens_per_second": 123.0, "skipped": 2}
     report = measure(make("window"), text, TOKENS, **given)
     assert report.gzip_bits_per_byte == 8 * len(gzip.compress(text, 9)) / len(text)
     assert report.xz_bits_per_byte == 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)
@@ -78,9 +79,25 @@ def test_the_report_compares_with_the_compressors(tmp_path, monkeypatch):
     saved = json.loads((tmp_path / "report.json").read_text())
     assert saved["held_out_bytes"] == len(text)
     assert [state["tokens"] for state in saved["states"]] == [10, 20]
+    assert [state["measured"] for state in saved["states"]] == [True, True]
+
+
+def test_a_short_run_reads_and_decodes_little_for_its_report(monkeypatch):
+    monkeypatch.setattr("subquad.training.report.STATE_AFTER", (10, 20, 30))
+    decoded = []
+    monkeypatch.setattr("subquad.training.report.decode_speed", lambda *given: decoded.append(given[-1]) or 1.0)
+    given = {"bits_per_byte": 1.25, "files_hash": "abc", "train_tokens_per_second": 123.0}
+    decoder = make("window", options={"window": {"width": 25}})
+    for steps, tokens in ((1, 8), (40, 80), (1_000, 10_000)):
+        states = measure(decoder, b"text", TOKENS, steps=steps, tokens=tokens, **given).states
+        assert [state.measured for state in states] == [True, tokens >= 80, tokens >= 120]
+        assert [state.bytes for state in states] == [state_bytes(decoder, count) for count in (10, 20, 30)]
+    assert decoded == [1, 20, 128]
 
 
 @pytest.mark.parametrize(("text", "tokens"), [(b"", [1]), (b"x", [])])
 def test_a_report_needs_text(text, tokens):
     with pytest.raises(ValueError, match="the report needs held-out text"):
-        measure(make("window"), text, tokens, bits_per_byte=1.0, files_hash="", steps=1, train_tokens_per_second=1.0)
+        measure(
+            make("window"), text, tokens, bits_per_byte=1.0, files_hash="", steps=1, tokens=1, train_tokens_per_second=1
+        )

@@ -67,6 +67,18 @@ def test_a_run_is_not_resumed_as_another(run_at_4, make_config, monkeypatch, cha
         train(make_config({"run.steps": 6, **changes}))
 
 
+def test_a_text_that_changed_since_is_told_by_name(make_config, text, tmp_path):
+    texts = shutil.copytree(text.parent / "texts", tmp_path / "texts")
+    config = make_config({"data.path": str(texts), "data.pack": "documents"}, steps=2, eval_every=0)
+    train(config)
+    first, second = sorted(texts.iterdir())[:2]
+    first.rename(texts / "new.txt")
+    second.write_text(second.read_text() + "!")
+    told = f"settings: text removed: {first.name}; text added: new.txt; text changed: {second.name}; "
+    with pytest.raises(CheckpointError, match=told):
+        train(config)
+
+
 @pytest.mark.parametrize(("base", "phase", "changes"), [
     (CLASSIFY, None, [
         {"classify": TOY | {"seed": 1}},

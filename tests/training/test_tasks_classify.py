@@ -40,8 +40,8 @@ def test_a_run_keeps_all_that_it_measured(trained):
     assert all((10 * line["eval_accuracy"]).is_integer() for line in evaluated)
     report, evaluation = (read_json(trained / f"{name}.json") for name in ("report", "evaluation"))
     assert report["accuracy"] == evaluation["accuracy"]
-    assert math.isclose(21 * evaluation["accuracy"], round(21 * evaluation["accuracy"]))
-    assert (evaluation["examples"], report["examples"], report["steps"]) == (21, 21, 4)
+    assert math.isclose(16 * evaluation["accuracy"], round(16 * evaluation["accuracy"]))
+    assert (evaluation["examples"], report["examples"], report["steps"]) == (16, 16, 4)  # of 21
     assert 0.5 <= evaluation["constant"] < 1
     config = TrainConfig.from_file(trained / "config.yaml")
     assert (config.task, config.model.vocab_size) == ("classify", 3)
@@ -54,7 +54,8 @@ def test_a_run_keeps_all_that_it_measured(trained):
 def test_eval_measures_what_the_run_reported(trained, tmp_path, capsys):
     file, reported = tmp_path / "e.json", read_json(trained / "evaluation.json")
     for folder in (trained, trained / "checkpoints" / "checkpoint-4"):
-        assert main(["eval", str(folder), "--json", str(file), "--device", "cpu", "--batch_size", "4"]) == 0
+        options = ["--windows", "16", "--device", "cpu", "--batch_size", "4"]
+        assert main(["eval", str(folder), "--json", str(file), *options]) == 0
         measured = read_json(file)
         assert measured["accuracy"] == reported["accuracy"]
         printed = capsys.readouterr().out

@@ -18,7 +18,8 @@ from subquad.data.files import Progress
 from subquad.data.lra import listops
 from subquad.data.lra.store import Contents, Pairs, counted, is_label, pieces
 from subquad.data.packed import DAMAGE, damaged, find_packed, most, open_stream, too_much
-from subquad.data.sources import check_text, hold_out, hub_dataset
+from subquad.data.sources import hold_out, hub_dataset
+from subquad.data.texts import check_text
 from subquad.parsing import decoded, parse_json
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from subquad.ops.backends import without_autocast
 from subquad.ops.patterns import Pattern
 from subquad.ops.slots import SCHEMA, Slots, allowed_between, seen_slots
+from subquad.tracing import without_tangents
 
 QUERY_CHUNK = 1024
 KEY_CHUNK = 4096
@@ -149,6 +150,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(m, z)
 
 
+@without_tangents
 def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     out, m, z, q, k, v, seed, *rows = ctx.saved_tensors
     grad = torch.zeros_like(out) if grad is None else grad

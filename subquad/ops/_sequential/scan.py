@@ -17,6 +17,7 @@ from torch import Tensor
 
 from subquad.ops.backends import without_autocast
 from subquad.ops.groups import by_groups, by_heads
+from subquad.tracing import saves, without_tangents
 
 
 def scan(
@@ -49,8 +50,7 @@ def running_softmax(
 
 def _blocks(tokens: int, chunk_size: int | None, inputs: list[Tensor]) -> tuple[int, bool]:
     """Return the tokens between kept states, and True if states must be kept at all."""
-    save = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    return chunk_size or max(1, math.isqrt(tokens)), save
+    return chunk_size or max(1, math.isqrt(tokens)), saves(*inputs)
 
 
 @torch.library.custom_op("subquad::scan_sequential", mutates_args=())
@@ -184,6 +184,7 @@ def _setup_scan(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
     ctx.mark_non_differentiable(output[2])
 
 
+@without_tangents
 def _scan_backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     grad = torch.zeros_like(tensors[2]) if grad is None else grad
@@ -288,6 +289,7 @@ def _setup_softmax(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(*output[4:])
 
 
+@without_tangents
 def _softmax_backward(ctx: Any, grad: Tensor | None, *rest: Tensor | None) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     grad = torch.zeros_like(tensors[2]) if grad is None else grad

@@ -26,6 +26,7 @@ from subquad.ops.backends import without_autocast
 from subquad.ops.patterns import Pattern
 from subquad.ops.patterns.sparse import Ranks
 from subquad.ops.slots import SCHEMA, Slots, nothing, seen_slots
+from subquad.tracing import without_tangents
 
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -247,6 +248,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.set_materialize_grads(False)
 
 
+@without_tangents
 def _backward(ctx: Any, grad_BHTK: Tensor | None, grad_lse_BHT: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, *slots = ctx.saved_tensors
     rest = (None,) * (len(ctx.static) + len(slots))

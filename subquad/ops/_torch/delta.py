@@ -10,7 +10,10 @@ In a chunk that begins with the state S, G the sums of log f, `<x, y>` the produ
     (I + diag(b) A) u = b (v - (k exp(G)) S)
 
 It is solved row by row (substitution). Powers or the inverse of A would be wrong by many orders of magnitude for equal
-keys and b = 2, where u is bounded and they are not. With du the gradient of u, and g of the right-hand side:
+keys and b = 2, where u is bounded and they are not. Nothing dampens an error there either, so the system is float64
+from its products on: the scores of keys and k S, and those of queries and keys, which are rounded afterwards. (Decays
+by channel keep products of float32, which lose two digits more if keys differ by 1e-4: the exponentials of all channels
+in float64 would take a third of the time again.) With du the gradient of u, and g of the right-hand side:
 
     (I + diag(b) A)^T g = du,    dv = b g,    db = g (v - (k exp(G)) S - A u),    dA = -(b g) u^T
 
@@ -33,19 +36,24 @@ from subquad.ops._torch.decays import Decay
 from subquad.ops._torch.pieces import Piece
 from subquad.ops._torch.scan import chunks_of, pieces
 from subquad.ops.backends import without_autocast
+from subquad.tracing import without_tangents
 
-CHUNK = 64
+CHUNK = 32
 """Rows of a chunk: the triangular systems and scores of larger ones cost more than the products with the state."""
 
 
 def _solve(A_NCC: Tensor, x_NCV: Tensor, *, transposed: bool = False) -> Tensor:
-    """Solve `(I + A) y = x`, or `(I + A)^T y = x`; A is read below the diagonal only.
+    """Solve `(I + A) y = x`, or `(I + A)^T y = x`, in float64; A is read below the diagonal only."""
+    A, upper = (A_NCC.mT, True) if transposed else (A_NCC, False)
+    return torch.linalg.solve_triangular(A.double(), x_NCV.double(), upper=upper, unitriangular=True)
 
-    In float64: with equal keys and b = 2 nothing dampens an error, and those of float32 would add up over all rows.
-    """
-    A, x = A_NCC.double(), x_NCV.double()
-    A, upper = (A.mT, True) if transposed else (A, False)
-    return torch.linalg.solve_triangular(A, x, upper=upper, unitriangular=True).to(x_NCV.dtype)
+
+def _exact(decay: Decay, log_f_MCF: Tensor | None, k_NCK: Tensor, v_MCV: Tensor) -> tuple[Decay, Tensor]:
+    """Return decays and keys in float64, in which scores are products of float64; with decays by channel, as given."""
+    if decay.by_channel or k_NCK.dtype == torch.float64:
+        return decay, k_NCK
+    k_NCK = k_NCK.double()
+    return Decay(log_f_MCF, k_NCK, v_MCV), k_NCK
 
 
 @torch.library.custom_op("subquad::delta_scan", mutates_args=())
@@ -67,16 +75,25 @@ def delta_scan_op(
     states, end_NKV = empty(state_NKV, kept, *state_NKV.shape), state_NKV.clone(memory_format=torch.contiguous_format)
     for part in parts:
         q, k, v, b = (part.take(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1))
-        decay = Decay(None if log_f_NTF is None else part.take(log_f_NTF), q, v)
-        here = states[part.places if save else slice(0, part.chunks)].flatten(0, 1)
-        u = torch.empty_like(v)
-        each = _chunks(part, decay.scores(k, k).mul_(b), v, b, decay.rows(k), decay.columns(k), decay.whole, u, here)
-        for A, v_NCV, b_NC1, row_NCK, column_NCK, whole, u_NCV, before_NKV in each:
-            before_NKV.copy_(end_NKV)
-            u_NCV.copy_(_solve(A, torch.baddbmm(v_NCV, row_NCK, end_NKV, alpha=-1).mul_(b_NC1)))
-            end_NKV = (end_NKV if whole is None else end_NKV * whole).baddbmm(column_NCK.mT, u_NCV)
+        log_f = None if log_f_NTF is None else part.take(log_f_NTF)
+        decay = Decay(log_f, q, v)
+        exact, k_wide = _exact(decay, log_f, k, v)
+        here, u = states[part.places if save else slice(0, part.chunks)], torch.empty_like(v)
+        here[0].copy_(end_NKV)
+        befores, afters = here.unbind(), [*here[1:].unbind(), end_NKV]
+        b = b.to(exact.dtype)
+        each = _chunks(
+            part, exact.scores(k_wide, k_wide).mul_(b), v, b, exact.rows(k_wide), decay.columns(k), decay.whole, u
+        )
+        for (A, v_NCV, b_NC1, row_NCK, column_NCK, whole, u_NCV), before_NKV, after_NKV in zip(
+            each, befores, afters, strict=True
+        ):
+            v_NCV, before = v_NCV.to(exact.dtype), before_NKV.to(exact.dtype)
+            u_NCV.copy_(_solve(A, torch.baddbmm(v_NCV, row_NCK, before, alpha=-1).mul_(b_NC1)))
+            torch.baddbmm(before_NKV if whole is None else before_NKV * whole, column_NCK.mT, u_NCV, out=after_NKV)
         u, lost = _without_lost(u)
-        out = torch.bmm(decay.scores(q, k), u).baddbmm_(decay.rows(q), here)
+        scores, state = exact.scores(q.to(exact.dtype), k_wide).to(v.dtype), here.flatten(0, 1)
+        out = torch.bmm(scores, u).baddbmm_(decay.rows(q), state)
         part.put(out if lost is None else out.masked_fill_(lost, torch.nan), out_NTV)
     return out_NTV, end_NKV, states[: len(states) if save else 0]
 
@@ -94,7 +111,8 @@ def _without_lost(u_MCV: Tensor) -> tuple[Tensor, Tensor | None]:
     If `b |k|^2` exceeds 2 the state may overflow. In the product with the scores, zero times infinity would turn the
     rows before it into NaN.
     """
-    if u_MCV.device.type == "cpu" and u_MCV.isfinite().all():  # elsewhere the test would wait for the device
+    # Elsewhere than on a CPU the test would wait for the device. One pass: the extremes of NaN are NaN.
+    if u_MCV.device.type == "cpu" and (not u_MCV.numel() or all(x.isfinite() for x in u_MCV.aminmax())):
         return u_MCV, None
     lost_MC1 = (~u_MCV.isfinite()).any(-1, keepdim=True).to(torch.uint8).cummax(1).values.bool()
     return u_MCV.masked_fill(lost_MC1, 0.0), lost_MC1
@@ -131,12 +149,15 @@ def delta_scan_backward_op(
         """Write the gradients of a piece; at its return what it held is free before the next one begins."""
         nonlocal r_NKV
         q, k, v, b, do = (part.take(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1, grad_NTV))
-        decay = Decay(None if log_f_NTF is None else part.take(log_f_NTF), q, v)
+        log_f = None if log_f_NTF is None else part.take(log_f_NTF)
+        decay = Decay(log_f, q, v)
+        exact, k_wide = _exact(decay, log_f, k, v)
         state, rows, columns = part.of(states), decay.rows(k), decay.columns(k)
-        weights, scores = decay.scores(k, k).tril_(-1), decay.scores(q, k)
-        A = weights * b
-        error = torch.baddbmm(v, rows, state, alpha=-1)  # of the values that the state predicts
-        u = _solve(A, error * b)
+        weights, scores = exact.scores(k_wide, k_wide), decay.scores(q, k)
+        A, weights = weights * b, weights.to(v.dtype).tril_(-1)
+        # The error of the values that the state predicts.
+        error = torch.baddbmm(v.to(exact.dtype), exact.rows(k_wide), state.to(exact.dtype), alpha=-1)
+        u, error = _solve(A, error * b).to(v.dtype), error.to(v.dtype)
         g, r, du = torch.empty_like(v), torch.empty_like(state), torch.bmm(scores.mT, do)
         to_state = torch.bmm(decay.rows(q).mT, do)
         each = _chunks(part, A, b, rows, columns, decay.whole, du, to_state, g, r)
@@ -176,6 +197,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(output[2])
 
 
+@without_tangents
 def _backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     grad = torch.zeros_like(tensors[2]) if grad is None else grad

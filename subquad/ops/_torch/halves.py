@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from subquad.memory import empty_like
 from subquad.ops.backends import without_autocast
+from subquad.tracing import without_tangents
 
 SUB = 4
 EMPTY = -(2.0**100)
@@ -261,6 +262,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.mark_non_differentiable(output[0])
 
 
+@without_tangents
 def _backward(ctx: Any, _: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor]:
     return running_logsumexp_backward_op(grad, *ctx.saved_tensors)
 

@@ -19,6 +19,7 @@ from subquad.ops._torch.decays import Decay
 from subquad.ops._torch.halves import power_of_two
 from subquad.ops._torch.pieces import Piece, pieces_of
 from subquad.ops.backends import without_autocast
+from subquad.tracing import without_tangents
 
 CHUNK = 64
 """Rows of a chunk: large enough for efficient products, small enough that C x C scores cost less than the state."""
@@ -174,6 +175,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(*kept)
 
 
+@without_tangents
 def _backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     grad = torch.zeros_like(tensors[2]) if grad is None else grad

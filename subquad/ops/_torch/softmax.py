@@ -41,6 +41,7 @@ from subquad.ops._torch.halves import (
 )
 from subquad.ops._torch.pieces import Piece, follow, pieces_of
 from subquad.ops.backends import without_autocast
+from subquad.tracing import without_tangents
 
 CHUNK = 64
 MEAN_CHUNK = 512
@@ -226,7 +227,7 @@ def running_softmax_op(
     """
     (N, T, L), V = k_NTL.shape, v_NTV.shape[-1]
     out_NTV = empty_like(v_NTV)
-    kept = len(spans(T, chunk)) if save else 0
+    kept = _kept(T, chunk, save)
     normalisers, means = a_NL.new_empty(kept, N, L), empty(s_NLV, kept, N, L, V)
     on_cpu = v_NTV.device.type == "cpu"  # elsewhere the test of the logits would wait for the device
     for part in _pieces(k_NTL, v_NTV, chunk):
@@ -249,6 +250,11 @@ def running_softmax_op(
         a_NL, s_NLV = a_PNL[-1], s_PNLV[-1]
     # An operator may not return its own input, nor a view that keeps a piece's states.
     return out_NTV, a_NL.clone(), s_NLV.clone(), normalisers, means
+
+
+def _kept(tokens: int, chunk: int, save: bool) -> int:
+    """Return the number of states kept for the backward pass, by an expression that holds for symbolic sizes too."""
+    return -(-tokens // chunk) if save else 0
 
 
 def _pieces(k_NTL: Tensor, v_NTV: Tensor, chunk: int) -> list[Piece]:
@@ -288,7 +294,7 @@ def _replace_late(
 
 @running_softmax_op.register_fake
 def _(p, k, v, own, a, s, chunk, save):  # type: ignore[no-untyped-def]
-    kept = len(spans(k.shape[1], chunk)) if save else 0
+    kept = _kept(k.shape[1], chunk, save)
     return (*(x.new_empty(x.shape) for x in (v, a, s)), *(x.new_empty(kept, *x.shape) for x in (a, s)))
 
 
@@ -371,6 +377,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(normalisers, means)
 
 
+@without_tangents
 def _backward(ctx: Any, grad: Tensor | None, *rest: Tensor | None) -> tuple[Tensor | None, ...]:
     p, k, v, own, end, normalisers, means = ctx.saved_tensors
     grad_a, grad_s, *_ = rest

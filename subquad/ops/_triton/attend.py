@@ -18,6 +18,7 @@ from subquad.ops._triton import common
 from subquad.ops._triton.attend_kernels import forward_kernel, keys_kernel, queries_kernel
 from subquad.ops.patterns import Pattern
 from subquad.ops.slots import SCHEMA, Starts
+from subquad.tracing import without_tangents
 
 FAR = 1 << 28
 """Farther than any position, and small enough for sums of a few in 32 bits."""
@@ -332,6 +333,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(m, inverse)
 
 
+@without_tangents
 def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     out, m, inverse, q, k, v, *rows = ctx.saved_tensors
     rest = (None,) * (len(ctx.static) + len(rows))

@@ -52,11 +52,6 @@ def tile(size: int) -> int:
     return max(LEAST_TILE, 1 << max(0, size - 1).bit_length())
 
 
-def recorded(*tensors: Tensor | None) -> bool:
-    """Return whether autograd records a call on these tensors."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
 def check_device(op: str, *tensors: Tensor | None) -> None:
     """Raise `ValueError` if the kernels cannot run on these tensors."""
     for x in (x for x in tensors if x is not None):

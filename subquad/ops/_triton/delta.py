@@ -28,6 +28,7 @@ from subquad.ops._triton.scan import (
     state_dtype,
     value_gradients,
 )
+from subquad.tracing import saves, without_tangents
 
 STEP = ("K", "V", "DECAY", "SHARE", "BLOCK_K", "BLOCK_V", "num_warps")
 """Constants of the kernel of a single token."""
@@ -98,7 +99,7 @@ def delta_scan(
     """
     common.check_device("delta_scan", q_BGTK, k_BGTK, v_BHTV, beta_BHT1, log_f_BHTF)
     state = None if state_BHKV is None else state_BHKV.float()
-    save = common.recorded(q_BGTK, k_BGTK, v_BHTV, beta_BHT1, log_f_BHTF, state)
+    save = saves(q_BGTK, k_BGTK, v_BHTV, beta_BHT1, log_f_BHTF, state)
     out, after, *_ = delta_scan_triton(q_BGTK, k_BGTK, v_BHTV, beta_BHT1, log_f_BHTF, state, mask_BT, save)
     return out, after
 
@@ -235,6 +236,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(*output[2:])
 
 
+@without_tangents
 def _backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     grad = torch.zeros_like(tensors[2]) if grad is None else grad

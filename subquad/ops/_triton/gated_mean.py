@@ -19,6 +19,7 @@ from torch import Tensor
 from subquad.ops._triton import common
 from subquad.ops._triton import gated_mean_kernels as kernels
 from subquad.ops._triton.softmax import PRECISIONS, contiguous, empty_like
+from subquad.tracing import saves, without_tangents
 
 BLOCK = 32
 FLOAT32_BLOCK = 16
@@ -140,7 +141,7 @@ def gated_mean(
     common.check_device("gated_mean", gate_BHT1, logits_BHT1, v_BHTV)
     lse, mean = (None, None) if state is None else (state[0].double(), state[1].float())
     inputs = (gate_BHT1, logits_BHT1, v_BHTV, factors_BHT2, mask_BT, lse, mean)
-    out, end_lse, end_mean, *_ = gated_mean_op(*inputs, common.recorded(*inputs))
+    out, end_lse, end_mean, *_ = gated_mean_op(*inputs, saves(*inputs))
     return out, end_lse, end_mean
 
 
@@ -243,6 +244,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(*output[3:])
 
 
+@without_tangents
 def _backward(ctx: Any, grad: Tensor | None, *rest: Tensor | None) -> tuple[Tensor | None, ...]:
     gate, k, v, factors, mask, lse, mean, *saved = ctx.saved_tensors
     grad = torch.zeros_like(v) if grad is None else grad

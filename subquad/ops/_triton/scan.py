@@ -15,6 +15,7 @@ from subquad.ops._triton import common
 from subquad.ops._triton.scan_backward_kernels import gradients_kernel, totals_kernel, value_gradients_kernel
 from subquad.ops._triton.scan_kernels import outputs_kernel, states_kernel, step_kernel
 from subquad.ops.groups import share_of
+from subquad.tracing import saves, without_tangents
 
 
 class Tiles(NamedTuple):
@@ -274,7 +275,7 @@ def gated_scan(
     """
     common.check_device("gated_scan", q_BGTK, i_BGTK, v_BHTV, log_f_BHTF)
     state = None if state_BHKW is None else state_BHKW.float()
-    save = common.recorded(q_BGTK, i_BGTK, v_BHTV, log_f_BHTF, state)
+    save = saves(q_BGTK, i_BGTK, v_BHTV, log_f_BHTF, state)
     out, after, *_ = gated_scan_triton(q_BGTK, i_BGTK, v_BHTV, log_f_BHTF, state, mask_BT, normalise, eps, save)
     return out, after
 
@@ -358,6 +359,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(total, states, z_states)
 
 
+@without_tangents
 def _backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     q, i, v, log_f, mask, out, *kept = ctx.saved_tensors
     grad = torch.zeros_like(v) if grad is None else grad

@@ -21,6 +21,7 @@ from torch import Tensor
 from subquad.ops._triton import common
 from subquad.ops._triton import softmax_backward_kernels as backward_kernels
 from subquad.ops._triton import softmax_kernels as forward_kernels
+from subquad.tracing import saves, without_tangents
 
 STATE_LATENTS = 16
 """Latents per tile in the passes over segments, which multiply no matrices."""
@@ -255,7 +256,7 @@ def running_softmax(
     common.check_device("running_softmax", p_BHTL, logits_BHTL, v_BHTV)
     lse, mean = (None, None) if state is None else (state[0].double(), state[1].float())
     inputs = (p_BHTL, logits_BHTL, v_BHTV, mask_BT, lse, mean)
-    out, lse, end_lse, end_mean, *_ = running_softmax_op(*inputs, want_lse, common.recorded(*inputs))
+    out, lse, end_lse, end_mean, *_ = running_softmax_op(*inputs, want_lse, saves(*inputs))
     return out, lse if want_lse else None, end_lse, end_mean
 
 
@@ -440,6 +441,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(results.m, results.z, results.u)
 
 
+@without_tangents
 def _backward(ctx: Any, grad: Tensor | None, *rest: Tensor | None) -> tuple[Tensor | None, ...]:
     p, k, v, mask, lse, mean, *saved = ctx.saved_tensors
     grad = torch.zeros_like(v) if grad is None else grad

@@ -1,0 +1,30 @@
+"""Bars of commands that take long: on a terminal, on standard error alone."""
+
+import pytest
+
+from subquad.cli import main
+
+LENGTH = ["--prompt", "line", "--max_tokens", "3", "--temperature", "0"]
+
+
+@pytest.mark.parametrize(("arguments", "bar", "all_of_it"), [
+    (["eval", "--windows", "5"], "window", "5/5"),
+    (["generate", *LENGTH, "--samples", "2"], "token", "6/6"),
+    (["generate", *LENGTH, "--texts", "70", "--out-file", "texts.zip"], "token", "210/210"),
+], ids=["eval", "samples", "texts"])  # fmt: skip
+def test_a_bar_is_shown_on_a_terminal_and_standard_output_stays_as_it_is(
+    trained, tmp_path, monkeypatch, capsys, arguments, bar, all_of_it
+):
+    def said():
+        assert main([arguments[0], str(trained), *arguments[1:]]) == 0
+        out, err = capsys.readouterr()
+        return [line for line in out.splitlines() if "tokens/s" not in line], err
+
+    monkeypatch.chdir(tmp_path)
+    plain, silent = said()
+    assert all_of_it not in silent
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    again, shown = said()
+    assert again == plain
+    assert any(bar in line and all_of_it in line for line in shown.splitlines())
+    assert "\x1b[?25h" in shown  # the cursor is back
