@@ -120,12 +120,12 @@ class State:
         """Return the state without the graph that made it."""
         return self.map(Tensor.detach)
 
-    def select(self, rows: Tensor | Sequence[int] | Sequence[bool]) -> State:
-        """Return the state of some rows: their numbers in any order, also repeated, or a bool for each row.
+    def select(self, rows: Tensor | Sequence[int] | Sequence[bool] | slice) -> State:
+        """Return the state of some rows: their numbers in any order, also repeated, a slice, or a bool for each row.
 
         Raises `ValueError` for anything else than whole numbers or `[B]` bools in one dimension.
         """
-        index = torch.as_tensor(rows)
+        index = torch.arange(self.batch or 0)[rows] if isinstance(rows, slice) else torch.as_tensor(rows)
         if index.numel() == 0 and not isinstance(rows, Tensor):
             index = index.long()
         whole = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
@@ -397,7 +397,7 @@ Constant = tuple[tuple[str, ...], str]
 
 
 def _leaves(state: State) -> tuple[list[Any], Constant]:
-    return [count_leaf(entry) for entry in state.entries.values()], (tuple(state.entries), state.config_hash)
+    return [number_to_leaf(entry) for entry in state.entries.values()], (tuple(state.entries), state.config_hash)
 
 
 def _named_leaves(state: State) -> tuple[list[tuple[Any, Any]], Constant]:
@@ -407,7 +407,7 @@ def _named_leaves(state: State) -> tuple[list[tuple[Any, Any]], Constant]:
 
 def _from_leaves(leaves: Iterable[Any], constant: Constant) -> State:
     names, config_hash = constant
-    return State({name: leaf_count(leaf) for name, leaf in zip(names, leaves, strict=True)}, config_hash)
+    return State({name: leaf_to_number(leaf) for name, leaf in zip(names, leaves, strict=True)}, config_hash)
 
 
 def _constant_of(text: str) -> Constant:
@@ -415,13 +415,13 @@ def _constant_of(text: str) -> Constant:
     return tuple(names), config_hash
 
 
-def count_leaf(entry: Any) -> Any:
+def number_to_leaf(entry: Any) -> Any:
     """Return a number as a pytree has it, a tensor without a dimension; anything else as it is."""
     return torch.tensor(entry, device="cpu") if isinstance(entry, int) else entry
 
 
-def leaf_count(leaf: Any) -> Any:
-    """Undo `count_leaf`, but where the value of a tensor is not known: in an exported step, or inside `vmap`."""
+def leaf_to_number(leaf: Any) -> Any:
+    """Undo `number_to_leaf`, but where the value of a tensor is not known: in an exported step, or inside `vmap`."""
     if not isinstance(leaf, Tensor) or leaf.ndim or not has_values(leaf):
         return leaf
     if leaf.is_floating_point() or leaf.is_complex():

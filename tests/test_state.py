@@ -346,6 +346,11 @@ def test_rows_that_are_none_are_refused(chosen):
         rows(5, 6, seen=4).select(chosen)
 
 
+@pytest.mark.parametrize("chosen", [range(1, 3), slice(1, 3), slice(1, None), slice(-2, 9)])
+def test_neighbouring_rows_are_chosen(chosen):
+    assert_same(rows(5, 6, 7, seen=4).select(chosen), rows(6, 7, seen=4))
+
+
 def test_states_are_joined_row_by_row():
     assert_same(State.cat([rows(5, 6, seen=4), rows(7, seen=4)]), rows(5, 6, 7, seen=4))
     joined = State.cat([rows(5, 6, seen=4), rows(7, seen=9)])

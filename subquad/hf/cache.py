@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from subquad.state import State, count_leaf, leaf_count
+from subquad.state import State, leaf_to_number, number_to_leaf
 
 
 class SubquadCache(Cache):
@@ -105,7 +105,7 @@ class _StateSlot(CacheLayerMixin):
 
 
 def _leaves(cache: SubquadCache) -> tuple[list[Any], None]:
-    return [cache.state, count_leaf(cache.slot.length)], None
+    return [cache.state, number_to_leaf(cache.slot.length)], None
 
 
 def _named_leaves(cache: SubquadCache) -> tuple[list[tuple[Any, Any]], None]:
@@ -115,7 +115,7 @@ def _named_leaves(cache: SubquadCache) -> tuple[list[tuple[Any, Any]], None]:
 def _from_leaves(leaves: Iterable[Any], _: None) -> SubquadCache:
     cache = SubquadCache()
     cache.slot.state, length = leaves
-    cache.slot.length, cache.slot.is_initialized = leaf_count(length), cache.state is not None
+    cache.slot.length, cache.slot.is_initialized = leaf_to_number(length), cache.state is not None
     return cache
 
 

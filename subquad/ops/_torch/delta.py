@@ -39,7 +39,7 @@ from subquad.ops.backends import without_autocast
 from subquad.tracing import without_tangents
 
 CHUNK = 32
-"""Rows of a chunk: the triangular systems and scores of larger ones cost more than the products with the state."""
+"""Rows of a chunk: in larger ones the systems and scores, products of float64, cost more than a state for each."""
 
 
 def _solve(A_NCC: Tensor, x_NCV: Tensor, *, transposed: bool = False) -> Tensor:
