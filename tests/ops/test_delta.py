@@ -170,6 +170,6 @@ def test_a_series_for_the_triangle_is_caught(monkeypatch):
 
 
 def test_keys_multiplied_in_float32_are_caught(monkeypatch):
-    monkeypatch.setattr(module, "_exact", lambda decay, _, k, v: (decay, k))
+    monkeypatch.setattr(module, "_wide", lambda q, _: q.dtype)
     with pytest.raises(AssertionError, match="exceeds"):
         test_nearly_equal_keys_lose_no_more_than_token_by_token(None)

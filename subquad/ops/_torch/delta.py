@@ -12,8 +12,8 @@ In a chunk that begins with the state S, G the sums of log f, `<x, y>` the produ
 It is solved row by row (substitution). Powers or the inverse of A would be wrong by many orders of magnitude for equal
 keys and b = 2, where u is bounded and they are not. Nothing dampens an error there either, so the system is float64
 from its products on: the scores of keys and k S, and those of queries and keys, which are rounded afterwards. (Decays
-by channel keep products of float32, which lose two digits more if keys differ by 1e-4: the exponentials of all channels
-in float64 would take a third of the time again.) With du the gradient of u, and g of the right-hand side:
+by channel keep products of float32, which lose two digits more if keys differ by 1e-4: with the exponentials of all
+channels in float64 the forward pass takes 1.6 times as long.) With du the gradient of u, and g of the right-hand side:
 
     (I + diag(b) A)^T g = du,    dv = b g,    db = g (v - (k exp(G)) S - A u),    dA = -(b g) u^T
 
@@ -43,17 +43,19 @@ CHUNK = 32
 
 
 def _solve(A_NCC: Tensor, x_NCV: Tensor, *, transposed: bool = False) -> Tensor:
-    """Solve `(I + A) y = x`, or `(I + A)^T y = x`, in float64; A is read below the diagonal only."""
-    A, upper = (A_NCC.mT, True) if transposed else (A_NCC, False)
-    return torch.linalg.solve_triangular(A.double(), x_NCV.double(), upper=upper, unitriangular=True)
+    """Solve `(I + A) y = x`, or `(I + A)^T y = x`, in float64; A is read below the diagonal only; x may be overwritten.
+
+    The rows of y are solved as columns, `y^T (I + A)^T = x^T`: LAPACK reads these where they are, without copies.
+    """
+    A, x_NVC = A_NCC.double(), x_NCV.double().mT
+    A, upper = (A, False) if transposed else (A.mT, True)
+    solved = torch.linalg.solve_triangular(A, x_NVC, upper=upper, left=False, unitriangular=True, out=x_NVC)
+    return solved.mT
 
 
-def _exact(decay: Decay, log_f_MCF: Tensor | None, k_NCK: Tensor, v_MCV: Tensor) -> tuple[Decay, Tensor]:
-    """Return decays and keys in float64, in which scores are products of float64; with decays by channel, as given."""
-    if decay.by_channel or k_NCK.dtype == torch.float64:
-        return decay, k_NCK
-    k_NCK = k_NCK.double()
-    return Decay(log_f_MCF, k_NCK, v_MCV), k_NCK
+def _wide(q_NTK: Tensor, log_f_NTF: Tensor | None) -> torch.dtype:
+    """Return the type of the system's products: float64, with decays by channel that of the inputs."""
+    return q_NTK.dtype if log_f_NTF is not None and log_f_NTF.shape[-1] > 1 else torch.float64
 
 
 @torch.library.custom_op("subquad::delta_scan", mutates_args=())
@@ -68,31 +70,31 @@ def delta_scan_op(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return outputs, the final state and, with `save`, the state before each chunk."""
-    out_NTV, parts = empty_like(v_NTV), pieces(q_NTK, v_NTV, log_f_NTF, chunk)
+    out_NTV, parts, wide = empty_like(v_NTV), pieces(q_NTK, v_NTV, log_f_NTF, chunk), _wide(q_NTK, log_f_NTF)
     # Without `save` each piece overwrites the states of the one before.
     counts = [part.chunks for part in parts]
     kept = sum(counts) if save else max(counts, default=0)
     states, end_NKV = empty(state_NKV, kept, *state_NKV.shape), state_NKV.clone(memory_format=torch.contiguous_format)
     for part in parts:
-        q, k, v, b = (part.take(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1))
+        q, k = part.take(q_NTK), part.take(k_NTK)
         log_f = None if log_f_NTF is None else part.take(log_f_NTF)
+        v, b, k_wide = (*(part.take(x, wide) for x in (v_NTV, beta_NT1)), k.to(wide))
         decay = Decay(log_f, q, v)
-        exact, k_wide = _exact(decay, log_f, k, v)
-        here, u = states[part.places if save else slice(0, part.chunks)], torch.empty_like(v)
+        exact = decay if wide == q.dtype else Decay(log_f, k_wide, v)
+        here, u = states[part.places if save else slice(0, part.chunks)], torch.empty_like(v, dtype=v_NTV.dtype)
         here[0].copy_(end_NKV)
         befores, afters = here.unbind(), [*here[1:].unbind(), end_NKV]
-        b = b.to(exact.dtype)
         each = _chunks(
             part, exact.scores(k_wide, k_wide).mul_(b), v, b, exact.rows(k_wide), decay.columns(k), decay.whole, u
         )
         for (A, v_NCV, b_NC1, row_NCK, column_NCK, whole, u_NCV), before_NKV, after_NKV in zip(
             each, befores, afters, strict=True
         ):
-            v_NCV, before = v_NCV.to(exact.dtype), before_NKV.to(exact.dtype)
-            u_NCV.copy_(_solve(A, torch.baddbmm(v_NCV, row_NCK, before, alpha=-1).mul_(b_NC1)))
+            error_NCV = torch.baddbmm(v_NCV, row_NCK, before_NKV.to(wide), alpha=-1)
+            u_NCV.copy_(_solve(A, error_NCV.mul_(b_NC1)))
             torch.baddbmm(before_NKV if whole is None else before_NKV * whole, column_NCK.mT, u_NCV, out=after_NKV)
         u, lost = _without_lost(u)
-        scores, state = exact.scores(q.to(exact.dtype), k_wide).to(v.dtype), here.flatten(0, 1)
+        scores, state = exact.scores(q.to(wide), k_wide).to(u.dtype), here.flatten(0, 1)
         out = torch.bmm(scores, u).baddbmm_(decay.rows(q), state)
         part.put(out if lost is None else out.masked_fill_(lost, torch.nan), out_NTV)
     return out_NTV, end_NKV, states[: len(states) if save else 0]
@@ -143,6 +145,7 @@ def delta_scan_backward_op(
     """
     dq_NTK, dk_NTK, dv_NTV, dbeta_NT1 = (empty_like(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1))
     dlog_f = q_NTK.new_empty(0) if log_f_NTF is None else log_f_NTF.new_empty(log_f_NTF.shape)
+    wide = _wide(q_NTK, log_f_NTF)
     r_NKV = states.new_zeros(states.shape[1:]) if grad_state_NKV is None else grad_state_NKV
 
     def visit(part: Piece) -> None:
@@ -150,13 +153,13 @@ def delta_scan_backward_op(
         nonlocal r_NKV
         q, k, v, b, do = (part.take(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1, grad_NTV))
         log_f = None if log_f_NTF is None else part.take(log_f_NTF)
-        decay = Decay(log_f, q, v)
-        exact, k_wide = _exact(decay, log_f, k, v)
+        decay, k_wide = Decay(log_f, q, v), k.to(wide)
+        exact = decay if wide == q.dtype else Decay(log_f, k_wide, v)
         state, rows, columns = part.of(states), decay.rows(k), decay.columns(k)
         weights, scores = exact.scores(k_wide, k_wide), decay.scores(q, k)
         A, weights = weights * b, weights.to(v.dtype).tril_(-1)
         # The error of the values that the state predicts.
-        error = torch.baddbmm(v.to(exact.dtype), exact.rows(k_wide), state.to(exact.dtype), alpha=-1)
+        error = torch.baddbmm(v.to(wide), exact.rows(k_wide), state.to(wide), alpha=-1)
         u, error = _solve(A, error * b).to(v.dtype), error.to(v.dtype)
         g, r, du = torch.empty_like(v), torch.empty_like(state), torch.bmm(scores.mT, do)
         to_state = torch.bmm(decay.rows(q).mT, do)

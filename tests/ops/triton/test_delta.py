@@ -82,9 +82,7 @@ def test_outputs_states_and_gradients(case):
 @thinned(2, beta=(2.0, 1.0), dtype=LOW_PRECISION)
 def test_equal_keys_are_solved_by_substitution(beta, dtype, monkeypatch):
     """Measured from every weight in half precision, in float32 by chunks in torch that round as often."""
-    monkeypatch.setattr(
-        chunked, "_exact", lambda decay, _, k, v: (decay, k)
-    )  # products of float32, as the kernels have them
+    monkeypatch.setattr(chunked, "_wide", lambda q, _: q.dtype)  # products of float32, as the kernels have them
     (q, k, v, b), _ = make("none", 64, dtype, K=32)
     inputs = [q, k[:, :, :1].expand_as(k), v, torch.full_like(b, beta)]
     measure = partial(scan, backend="torch", chunk_size=64) if dtype == FP32 else plain_delta
