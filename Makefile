@@ -13,7 +13,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+# What running needs, and with it what tests and checks need.
+RUNS := $(VENV)/.installed
+TESTS := $(VENV)/.tests
 # Each process keeps to its files, or both would make what the tests of a file share.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
@@ -23,31 +25,31 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 help: ## what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
 
-install: $(STAMP) ## make .venv with everything that is pinned in constraints.txt
+install: $(TESTS) ## make .venv with everything that is pinned in constraints.txt
 
-run: $(STAMP) ## train the default recipe on Python's own source, evaluate and sample it
-	$(BIN)/subquad train --recipe stdlib-llp --run.folder runs/stdlib-llp
+run: $(RUNS) ## train a small model on Python's own source for three minutes, evaluate and sample it
+	$(BIN)/subquad train --recipe stdlib-llp --run.minutes 3 --run.folder runs/stdlib-llp
 
-test: $(STAMP) ## all tests but the slow ones
+test: $(TESTS) ## all tests but the slow ones
 	@OMP_NUM_THREADS=1 $(PYTEST) -q
 
-test-long: $(STAMP) ## the slow tests, one after another, since some take times
+test-long: $(TESTS) ## the slow tests, one after another, since some take times
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow
 
-smoke: $(STAMP) ## every experiment of the papers at its smallest, in under three minutes; it changes no result
+smoke: $(TESTS) ## every experiment of the papers at its smallest, in under three minutes; it changes no result
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m experiments --all --scale smoke --work runs/smoke --processes $(JOBS)
 
-bench: $(STAMP) ## time operators, layers, models and decoding on this machine, with pictures and tables in runs/benchmarks
+bench: $(RUNS) ## time operators, layers, models and decoding on this machine, with pictures and tables in runs/benchmarks
 	@for what in ops layers model decode; do $(BIN)/python -m benchmarks $$what --out runs/benchmarks || exit 1; done
 
 gpu: ## the kernels' checks, times and tests on a GPU, with .venv or else $(PYTHON) as it is; DEVICE=cpu tries it in tiny sizes
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,"$(PYTHON)") benchmarks/gpu.py --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--dry-run)
 
-peers: $(STAMP) ## compare with other libraries, which it installs beside subquad (not part of `make test`)
+peers: $(TESTS) ## compare with other libraries, which it installs beside subquad (not part of `make test`)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[peers]"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m peers tests/peers
 
-lint: $(STAMP) ## formatting, style, types and the direction of imports
+lint: $(TESTS) ## formatting, style, types and the direction of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -56,14 +58,14 @@ lint: $(STAMP) ## formatting, style, types and the direction of imports
 check: lint smoke ## lint, the experiments' smoke scale, then test
 	@$(MAKE) --no-print-directory test
 
-wheel-check: $(STAMP) ## build the wheel, install it alone and train two steps from it
+wheel-check: $(TESTS) ## build the wheel, install it alone and train two steps from it
 	@TORCH_INDEX="$(TORCH_INDEX)" .ci/wheel "$(BIN)/python" "$(PYTHON)"
 
 clean: ## remove .venv and what tools left behind; runs/ stays
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml constraints.txt
+$(RUNS): pyproject.toml constraints.txt
 	@command -v "$(PYTHON)" >/dev/null 2>&1 || { echo \
 	  "subquad needs Python 3.11 or newer, but there is no '$(PYTHON)': install one, or name it: make PYTHON=python3.12"; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo \
@@ -71,7 +73,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@"$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null || { echo \
 	  "$(PYTHON) cannot make virtual environments (no venv or ensurepip module). On Debian or Ubuntu: apt install python3-venv"; exit 1; }
 	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf $(VENV); "$(PYTHON)" -m venv $(VENV); }
+	@echo "Installing PyTorch and what else running needs into $(VENV), which takes a minute or more ..."
 	@if [ -n "$(TORCH_INDEX)" ]; then \
 	  $(BIN)/python -m pip install --no-deps --index-url "$(TORCH_INDEX)" "$$(grep '^torch==' constraints.txt)"; fi
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	@touch $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(TESTS): $(RUNS)
+	@echo "Installing what tests and checks need into $(VENV) ..."
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@

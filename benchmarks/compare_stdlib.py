@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,19 @@ from subquad.evaluation import evaluate
 from subquad.evaluation.provenance import provenance
 from subquad.recipes import recipe_path
 from subquad.training import TrainConfig, train
+from subquad.training.baselines import NGRAM_READ
 from subquad.training.progress import read_metrics
 from subquad.training.report import measure, write_report
 
 ROOT = Path(__file__).resolve().parents[1]
+STEPS = 680
 MECHANISMS = ("full", "window", "llp", "linear", "latte")
 
 
 def main() -> None:
     """Train, evaluate and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=None, help="optimizer steps of each (default: the recipe's)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of each (default: %(default)s)")
     parser.add_argument("--only", default=",".join(MECHANISMS), help="mechanisms, separated by commas")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "five-mechanisms", help="folder of the runs")
     arguments = parser.parse_args()
@@ -59,14 +62,11 @@ def main() -> None:
     target.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
-def run(name: str, folder: Path, steps: int | None) -> dict[str, Any]:
-    """Train one recipe without a time limit and evaluate it on the whole held-out text."""
+def run(name: str, folder: Path, steps: int) -> dict[str, Any]:
+    """Train `steps` steps of one recipe and evaluate it on the whole held-out text."""
     config = TrainConfig.from_file(recipe_path(f"stdlib-{name}"))
-    changes: dict[str, Any] = {"folder": str(folder), "max_minutes": None}
-    schedule = config.schedule
-    if steps is not None:
-        changes["steps"] = steps
-        schedule = schedule.replace(warmup=min(schedule.warmup, steps // 10))
+    changes: dict[str, Any] = {"folder": str(folder), "steps": steps}
+    schedule = config.schedule.replace(warmup=min(config.schedule.warmup_of(steps), steps // 10))
     console = Console()
     console.rule(name)
     result = train(config.replace(run=config.run.replace(**changes), schedule=schedule), console=console)
@@ -80,9 +80,11 @@ def run(name: str, folder: Path, steps: int | None) -> dict[str, Any]:
     if evaluation.bits_per_byte is None:
         raise SystemExit("the held-out text has no bytes")
     speeds = [record["tokens_per_s"] for record in read_metrics(folder) if "tokens_per_s" in record]
+    held_out_text = corpus.held_out_text()
     report = measure(
         decoder,
-        corpus.held_out_text(),
+        corpus.train_text(NGRAM_READ),
+        held_out_text,
         held_out.tokens[:].tolist(),
         bits_per_byte=evaluation.bits_per_byte,
         files_hash=corpus.fingerprint[:16],
@@ -92,12 +94,16 @@ def run(name: str, folder: Path, steps: int | None) -> dict[str, Any]:
     )
     write_report(report, folder)
     console.print(report.table())
-    return {"name": name, "tokens": result.tokens, "loss": evaluation.loss, **report.to_dict()}
+    alone = {
+        "gzip_bits_per_byte": report.baselines.gzip_bits_per_byte,
+        "xz_bits_per_byte": 8 * len(lzma.compress(held_out_text, preset=9 | lzma.PRESET_EXTREME)) / len(held_out_text),
+    }
+    return {"name": name, "tokens": result.tokens, "loss": evaluation.loss, **alone, **report.to_dict()}
 
 
-def command(steps: int | None) -> str:
+def command(steps: int) -> str:
     """Return the command that writes the results."""
-    return "python benchmarks/compare_stdlib.py" + ("" if steps is None else f" --steps {steps}")
+    return "python benchmarks/compare_stdlib.py" + ("" if steps == STEPS else f" --steps {steps}")
 
 
 if __name__ == "__main__":

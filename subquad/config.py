@@ -288,15 +288,19 @@ def differences(
 ) -> list[str]:
     """Return `name was A, is B` for each setting that differs, by dotted name, and a count beyond `most`.
 
-    A setting that one side lacks has its value in `defaults`, or None.
+    A setting that one side lacks has its value in `defaults`, or null.
     """
     before, after = (_dotted(defaults or {}) | _dotted(settings) for settings in (made, now))
     changed = [
-        f"{name} was {before.get(name)!r}, is {after.get(name)!r}"
+        f"{name} was {_in_yaml(before.get(name))}, is {_in_yaml(after.get(name))}"
         for name in {**after, **before}  # a setting that is left out now was made by it all the same
         if before.get(name) != after.get(name)
     ]
     return changed if len(changed) <= most else [*changed[:most], f"and {len(changed) - most} more"]
+
+
+def _in_yaml(value: Any) -> str:
+    return "null" if value is None else repr(value)
 
 
 def _dotted(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:

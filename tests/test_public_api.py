@@ -28,7 +28,7 @@ METHODS = {
     "subquad.models.ImageModel": ("forward", "hidden", "loss", "log_prob", "sample"),
     "subquad.hf.SubquadConfig": ("from_decoder", "decoder_config"),
     "subquad.hf.SubquadForCausalLM": ("forward",),
-    "subquad.data.Corpus": ("held_out_text",),
+    "subquad.data.Corpus": ("held_out_text", "train_text"),
     "subquad.evaluation.audit.AuditReport": ("check", "to_dict", "to_json", "from_dict", "load"),
     "subquad.evaluation.audit.Adapter": (
         "full", "step", "no_cache", "no_padding", "sizes", "vocab_size", "max_tokens", "passed",

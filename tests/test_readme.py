@@ -43,6 +43,8 @@ NAMES = ("decoding", "guide", "images", "import", "layer", "limits", "lora", "lr
 PAGES = ("README.md", *(f"docs/{name}.md" for name in NAMES))
 """Other tests read the other pages: convert, extend, costs, performance, auditing, add-a-mechanism."""
 TABLES = ("benchmarks/GPU_TODO.md",)
+SAME_SPEED = 1.05
+"""Ratio of two speeds, of one run each, up to which pages call them equal."""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -243,6 +245,82 @@ def test_the_table_of_mechanisms_is_the_registrys():
     assert shown == markdown(), "replace the table in README.md by what `subquad list --markdown` prints"
 
 
+def read(result: str):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{result}.json").read_text(encoding="utf-8"))
+
+
+def readme() -> str:
+    """The README on one line, without its table of mechanisms."""
+    return " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+
+
+def test_the_readme_counts_its_experiments():
+    names = harness.experiments(harness.HOME)
+    numbered = [name for name in names if re.search(r"_(table|figure)\d", name)]
+    llp, latte = (sum(name.startswith(paper) for name in numbered) for paper in ("llp", "latte"))
+    assert (len(names), len(numbered), llp, latte) == (24, 13, 7, 6)
+    assert "The 24 [experiments](experiments/README.md) repeat, at the size of a laptop, 13 numbered" in readme()
+    assert "(LLP: seven, Latte: six)" in readme()
+
+
+def test_the_readmes_speeds_are_the_ranges_of_the_runs():
+    runs = [run["found"] for run in read("cpu_ops_runs")]
+    ranges = {}
+    for tokens in ("1,024", "16,384"):
+        for name in ("linear", "latte", "llp"):
+            found = [run[f"{name}, forward | T = {tokens}"] for run in runs]
+            ranges[name, tokens] = min(found), max(found)
+    told = {name: f"{low:.0f} to {high:.0f}" for (name, tokens), (low, high) in ranges.items() if tokens == "16,384"}
+    low, high = (f([pair[i] for (_, n), pair in ranges.items() if n == "1,024"]) for i, f in enumerate((min, max)))
+    said = f"`linear` is {told['linear']} times, `latte` {told['latte']} times and `llp` {told['llp']} times as fast"
+    assert said in readme()
+    assert f"at 1,024 tokens {low:.1f} to {high:.1f} times" in readme()
+
+
+def test_the_four_routes_have_the_figures_of_the_results():
+    """The table of the README: what a swap, a conversion and an import cost and bring."""
+    steps = {row["tokens"]: row["seconds"] for row in read("cpu_stock_attention")["rows"]}
+    times = [f"{steps[tokens]['sdpa'] / steps[tokens]['subquad_llp']:.1f}" for tokens in (1024, 4096, 16384)]
+    assert f"{times[0]} times as fast at 1,024 tokens, {times[1]} at 4,096, {times[2]} at 16,384" in readme()
+    converted = read("convert")
+    perplexity = {name: [stage["perplexity"] for stage in one["stages"]] for name, one in converted.items()}
+    original, swapped = perplexity["llp"][:2]
+    assert f"perplexity {original:.2f} became {swapped:.2f}. Train on before you use it" in readme()
+    last = [values[-1] for values in perplexity.values()]
+    assert f"perplexity {original:.2f} became {min(last):.2f} to {max(last):.2f} |" in readme()
+    assert f"`llp` {state_after(converted['llp'], 8192)} KiB" in readme()
+    assert f"`latte_macchiato` {state_after(converted['latte'], 8192)} KiB" in readme()
+    speed = {name: relative_speed(converted[name]) for name in ("llp", "latte")}
+    assert [n for n, times in speed["llp"].items() if times > SAME_SPEED] == [4096, 8192]
+    assert [n for n, times in speed["latte"].items() if times > 1 / SAME_SPEED] == [8192]
+    assert speed["latte"][8192] < SAME_SPEED
+    said = "from 4,096 tokens with `llp`; with `latte_macchiato` it is equal at 8,192 tokens and slower before"
+    assert said in readme()
+    assert said in " ".join((ROOT / "docs/convert.md").read_text(encoding="utf-8").split())
+    times = {
+        (row["form"], row["tokens"]): f"{row['over_transformers']:.1f}"
+        for row in read("cpu_decode")["rows"]
+        if row["name"] == "full" and row["kind"] == "ours"
+    }
+    near, far = (" to ".join(times[form, tokens] for form in ("call", "recorded")) for tokens in (4096, 32768))
+    assert f"decoding is {near} times as fast after 4,096 tokens, {far} times after 32,768" in readme()
+
+
+def state_after(conversion, context: int) -> int:
+    """KiB of a converted model's state."""
+    return round(by_context(conversion, -1)[context]["state_bytes"] / 1024)
+
+
+def relative_speed(conversion) -> dict[int, float]:
+    """Times as fast as the original, by context."""
+    before, after = by_context(conversion, 0), by_context(conversion, -1)
+    return {n: after[n]["tokens_per_second"] / before[n]["tokens_per_second"] for n in before}
+
+
+def by_context(conversion, stage: int):
+    return {one["context"]: one for one in conversion["stages"][stage]["decoding"]}
+
+
 def test_the_guide_names_everything_that_rotates():
     text = (ROOT / "docs/guide.md").read_text(encoding="utf-8")
     sentence = text.partition("needs a layer that rotates queries and keys: ")[2].partition(";")[0]
@@ -255,6 +333,7 @@ def test_the_layers_page_says_how_each_mechanism_learns_the_order():
     rotating, by_itself, not_at_all = (re.findall(r"`(\w+)`", named) for _, named in rows)
     assert sorted(rotating + by_itself + not_at_all) == attention.names()
     assert rotating == [name for name in attention.names() if attention.mechanism(name).rotates]
+    assert by_itself == [name for name in attention.names() if attention.mechanism(name).sees_order]
     on = [name for name in rotating if attention.build(name, dim=16, num_heads=2).config.rope]
     assert on == ["latte_macchiato"]  # as the page says
     x, swapped = (

@@ -32,6 +32,16 @@ class Choice(Config):
     """Claims as EXPERIMENT/ID, the most telling first."""
     unless: str
     """What would change the advice."""
+    withdrawn: str = ""
+    """Why the advice does not stand until it is measured again (empty: it stands)."""
+
+    @property
+    def told(self) -> str:
+        """Return the choice, or that there is none and why."""
+        if not self.withdrawn:
+            return self.choose
+        why = f"withdrawn until measured again, because {self.withdrawn}"
+        return f"**no recommendation**: {why} (before: {self.choose})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +63,7 @@ def advice(root: Path, known: Mapping[str, tuple[Verdict, str]]) -> str:
                 where = f"{root / FILE}, {choice.need!r}"
                 raise ValueError(f"{where}: unknown claim {name!r}; {suggest(name, list(known))}")
         measured = [_told(*known[name]) for name in choice.claims if known[name][0].verdict not in SILENT]
-        lines.append(line(choice.need, choice.choose, ". ".join(measured) or UNTESTED, choice.unless))
+        lines.append(line(choice.need, choice.told, ". ".join(measured) or UNTESTED, choice.unless))
     return "\n".join(lines)
 
 

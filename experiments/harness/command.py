@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 from rich.padding import Padding
 from rich.text import Text
 
-from experiments.harness import result
+from experiments.harness import catalogue, result
 from experiments.harness.claims import judged, read_expected
-from experiments.harness.data import check_data, is_little
+from experiments.harness.data import check_data, compared, is_little
+from experiments.harness.fetch import fetch
 from experiments.harness.findings import findings
 from experiments.harness.plots import draw
 from experiments.harness.rates import searches_of
@@ -49,11 +50,16 @@ def run(arguments: Sequence[str]) -> int:
         names = _names(root, chosen)
         data = _data(chosen.data)
         check_output("findings", chosen.findings)
-    if chosen.findings:
-        text = findings(root, [root / name for name in experiments(root)])
-        Path(chosen.findings).write_text(text, encoding="utf-8")
-        sys.stdout.write(f"wrote {chosen.findings}\n")
+        check_output("data_page", chosen.data_page)
+        for name in chosen.fetch:
+            fetch(name, _tell)
+    if chosen.fetch:
         return 0
+    for file, text in ((chosen.findings, lambda: _findings(root)), (chosen.data_page, catalogue.page)):
+        if file:
+            Path(file).write_text(text(), encoding="utf-8")
+            sys.stdout.write(f"wrote {file}\n")
+            return 0
     if not names:
         _list(root, chosen.stale)
         return 0
@@ -98,6 +104,15 @@ def make_parser() -> Parser:
     parser.add_argument("--report", action="store_true", help="Run nothing: rewrite page and plot from result.json.")
     parser.add_argument("--stale", action="store_true", help="List the results measured with an earlier library.")
     add("--findings", type=str | None, default=None, help="Run nothing: write the page of all results to this file.")
+    fetched = ", ".join(name for name, one in catalogue.DATA.items() if one.fetched)
+    add(
+        "--fetch",
+        nargs="+",
+        type=str,
+        default=[],
+        help=f"Run nothing: fetch these data sets and check them: {fetched}.",
+    )
+    add("--data_page", type=str | None, default=None, help="Run nothing: write the page of the data to this file.")
     return parser
 
 
@@ -117,6 +132,8 @@ def _names(root: Path, chosen: Any) -> list[str]:
             ("--all", chosen.all),
             ("--stale", chosen.stale),
             ("--findings", chosen.findings),
+            ("--fetch", chosen.fetch),
+            ("--data_page", chosen.data_page),
         )
         if given
     ]
@@ -135,6 +152,10 @@ def _names(root: Path, chosen: Any) -> list[str]:
     if chosen.name not in known:
         raise ValueError(f"unknown experiment {chosen.name!r}; {suggest(chosen.name, known)}")
     return [chosen.name]
+
+
+def _findings(root: Path) -> str:
+    return findings(root, [root / name for name in experiments(root)])
 
 
 def _data(given: Sequence[str]) -> dict[str, str]:
@@ -156,6 +177,8 @@ class Plan(NamedTuple):
     units: list[Unit]
     processes: int
     smoke: Path
+    data: list[str]
+    """What there is to say about the data that it reads."""
 
 
 def _planned(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
@@ -172,14 +195,14 @@ def _plan(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
     recipe.scale(chosen.scale)
     read_expected(folder)
     if chosen.report:
-        return Plan(folder, recipe, [], 1, smoke)
+        return Plan(folder, recipe, [], 1, smoke, [])
     processes = chosen.processes or default_processes(recipe.alone, chosen.scale)
     cores = 1 if chosen.scale == "smoke" else os.cpu_count() or 1
     threads, timed = (chosen.threads or max(1, cores // sharing) for sharing in (processes, 1))
     units = units_of(folder, recipe, chosen.scale, work=work, data=data, threads=threads, timed_threads=timed)
     if recipe.kind == "train":
         _check(units)
-    return Plan(folder, recipe, units, processes, smoke)
+    return Plan(folder, recipe, units, processes, smoke, compared(catalogue.asked(recipe, chosen.scale), data))
 
 
 def _check(units: Sequence[Unit]) -> None:
@@ -216,6 +239,8 @@ def _run_all(planned: Sequence[Plan], scale: str) -> int:
 def _reproduce(plan: Plan, home: Path, runner: Runner, scale: str) -> int:
     """Run the units, update the result in `home` after each, compare and print; return the number of failed units."""
     finished, failures, searched = [], [], 0.0
+    for sentence in plan.data:
+        _tell(f"{plan.folder.name}: data {sentence}")
     for unit, found in runner.run(searches_of(plan.units), _tell):
         searched += found.get("core_seconds", 0.0)
         if "failed" in found:
@@ -241,6 +266,7 @@ def _compare(plan: Plan, home: Path, scale: str | None) -> None:
         _print(plan.folder, plan.recipe, rows, scale)
     if home == plan.folder:
         result.rewrite_readme(home, result.written(home, plan.recipe, read_expected(home)))
+        sys.stdout.write(f"wrote {result.README} and {result.PLOT} of {result.FILE} in {home}\n")
 
 
 def _tell(line: str) -> None:
@@ -275,5 +301,6 @@ def _list(root: Path, only_stale: bool) -> None:
         sizes = [f"{scale} ({recipe.scales[scale].minutes:g} min)" for scale in SCALES if scale in recipe.scales]
         results = [f"{scale} (stale)" if scale in old else scale for scale in scales]
         lines.append((name, read_expected(root / name).title, ", ".join(sizes), ", ".join(results) or "none"))
-    print_table("experiments", ("name", "title", "scales", "results"), lines, markdown=False)
+    headers = ("name", "title", "scales", "results")
+    print_table("experiments", headers, lines, spare=("scales", "results"), text="title")
     sys.stdout.write(f"{NAME} NAME --scale cpu\n")

@@ -1,4 +1,4 @@
-"""Locate the data sets that recipes name: by `--data NAME=PATH`, in the folder SUBQUAD_DATA, or built in."""
+"""Locate the data sets that recipes name: by `--data NAME=PATH`, in the folder SUBQUAD_DATA, fetched, or built in."""
 
 from __future__ import annotations
 
@@ -6,44 +6,16 @@ import email
 import hashlib
 import os
 import tarfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from experiments.harness.catalogue import DATA, HUB, LITTLE, PAGE
 from subquad.config import suggest
 from subquad.data.files import aside, cache_folder
-from subquad.data.packed import BAD_ZIP, DAMAGE, most, too_much, unpack_any
+from subquad.data.packed import BAD_ZIP, DAMAGE, most, read_packed, too_much, unpack_any
 from subquad.data.sources import TarBytes
 
 ENVIRONMENT = "SUBQUAD_DATA"
-
-
-@dataclass(frozen=True)
-class Named:
-    """A data set that recipes write as `@NAME/...`."""
-
-    folder: str
-    """Its folder in SUBQUAD_DATA."""
-    holds: str
-    """Its contents, for error messages."""
-    parts: tuple[str, ...] = ()
-    """Names of its parts; a single file or a hub data set can only stand for one of them."""
-
-
-PARTS = ("train", "valid", "test")
-DATA: dict[str, Named] = {
-    "books": Named("gutenberg", "train/, valid/ and test/ of long books as .txt, or a .tar.xz of them", PARTS),
-    "tinyshakespeare": Named("tinyshakespeare", "input.txt, plain or compressed"),
-    "enwiki": Named("enwiki_xml_sample", "a file of Wikipedia's XML, plain or compressed"),
-    "wikitext": Named("wikitext", "the test files of WikiText, plain or compressed"),
-    "mnist": Named("mnist", "the four idx files, plain or compressed"),
-    "cifar10": Named("cifar10", "CIFAR-10 in one of its public layouts"),
-    "imdb": Named("imdb", "the reviews in one of their public layouts"),
-    "acl": Named("acl_pairs", "papers and pairs of them, as the AAN set of LRA"),
-    "gpt2": Named("gpt2_bpe", "GPT-2's encoder.json and vocab.bpe, plain or compressed"),
-}
-LITTLE = "little"
-"""A text that comes with Python: the modules of its package `email`."""
 
 
 def check_data(given: Mapping[str, str]) -> None:
@@ -52,7 +24,7 @@ def check_data(given: Mapping[str, str]) -> None:
     for name, path in given.items():
         if name not in valid:
             raise ValueError(f"unknown data set {name!r}; {suggest(name, valid)}")
-        if not path.startswith("hf:") and not Path(path).expanduser().exists():
+        if not path.startswith(HUB) and not Path(path).expanduser().exists():
             holds = DATA[name.partition("/")[0]].holds
             raise FileNotFoundError(f"--data {name}={path}: no such file or folder; expected {holds}")
 
@@ -74,7 +46,7 @@ def find(value: str, given: Mapping[str, str]) -> str:
         raise ValueError(f"{value} is not a known data set; {suggest(name, [*DATA, LITTLE])}")
     if f"{name}/{inner}" in given:
         return str(given[f"{name}/{inner}"])
-    whole = given.get(name, "").startswith("hf:")
+    whole = given.get(name, "").startswith(HUB)
     root = Path() if whole else _root(name, given)
     if whole or root.is_file():
         if inner in DATA[name].parts:
@@ -86,18 +58,60 @@ def find(value: str, given: Mapping[str, str]) -> str:
     return str(_inside(root, inner, name))
 
 
+def fetched_folder(name: str) -> Path:
+    """Return the folder where `--fetch` keeps the data set."""
+    return cache_folder(None) / "data" / DATA[name].folder
+
+
+def compared(wanted: Sequence[str], given: Mapping[str, str]) -> list[str]:
+    """Return a sentence about each data set in `wanted`: whether its files are those of the page of the data."""
+    said = []
+    names = dict.fromkeys(value.removeprefix("@").partition("/")[0] for value in wanted if value.startswith("@"))
+    for name in names:
+        if name == LITTLE:
+            said.append(f"{LITTLE}: a substitute, the package email of this Python")
+            continue
+        inner = [value.removeprefix(f"@{name}").strip("/") for value in wanted if value.startswith(f"@{name}")]
+        listed = [file for file in DATA[name].files if any(_below(file.name, part) for part in inner)]
+        others = [file.name for file in listed if _sha256(name, file.name, given) != file.sha256]
+        if listed and not others:
+            said.append(f"{name}: the files of {PAGE}")
+        else:
+            which = f" ({others[0]}{' and others' if len(others) > 1 else ''})" if others else ""
+            said.append(f"{name}: not the files of {PAGE}{which}; figures don't compare with the committed ones")
+    return said
+
+
+def _below(file: str, part: str) -> bool:
+    return not part or file == part or file.startswith(f"{part}/")
+
+
+def _sha256(name: str, file: str, given: Mapping[str, str]) -> str:
+    """Return the checksum of a file of the data set, unpacked, or an empty text if it isn't there."""
+    part, _, rest = file.partition("/")
+    try:
+        of_part = given.get(f"{name}/{part}")
+        path = Path(of_part).expanduser() / rest if of_part else Path(find(f"@{name}/{file}", given))
+        return hashlib.sha256(read_packed(path)).hexdigest() if path.is_file() else ""
+    except (ValueError, FileNotFoundError):
+        return ""
+
+
 def _root(name: str, given: Mapping[str, str]) -> Path:
     if name in given:
         return Path(given[name]).expanduser()
     place = os.environ.get(ENVIRONMENT)
     root = Path(place).expanduser() / DATA[name].folder if place else None
-    if root is None or not root.exists():
-        where = f"{ENVIRONMENT}={place} has no {DATA[name].folder}/" if place else f"{ENVIRONMENT} is not set"
-        raise FileNotFoundError(
-            f"this scale needs the data set {name!r} ({DATA[name].holds}): use --data {name}=PATH, or set "
-            f"{ENVIRONMENT} to a folder that contains {DATA[name].folder}/ ({where})"
-        )
-    return root
+    if root is not None and root.exists():
+        return root
+    if (kept := fetched_folder(name)).exists():
+        return kept
+    where = f"{ENVIRONMENT}={place} has no {DATA[name].folder}/" if place else f"{ENVIRONMENT} is not set"
+    fetch = f"python -m experiments --fetch {name}, or " if DATA[name].fetched else ""
+    raise FileNotFoundError(
+        f"this scale needs the data set {name!r} ({DATA[name].holds}): {fetch}use --data {name}=PATH, or set "
+        f"{ENVIRONMENT} to a folder that contains {DATA[name].folder}/ ({where}). {PAGE} has its source and checksums"
+    )
 
 
 def _inside(root: Path, inner: str, name: str) -> Path:

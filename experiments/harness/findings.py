@@ -13,14 +13,15 @@ from experiments.harness.claims import OURS, VERDICTS, Expected, Verdict, read_e
 from experiments.harness.result import PLOT, core_seconds, line, ours, read_result, stale, telling, told
 from experiments.harness.weight import WEIGHTS, weigh
 
-CHOOSE, WRONG = "choose.md", "wrong.md"
-"""Parts of the page written by hand: which attention to choose, and errors in the papers."""
+REVIEW, CHOOSE, WRONG = "review.md", "choose.md", "wrong.md"
+"""Parts of the page written by hand: what a review found, which attention to choose, and errors in the papers."""
 CHOICES = "<!-- choices -->"
 """Where the table of `choices.yaml` stands in `CHOOSE`."""
 LINK = "../experiments/"
 MARK = "; stale"
+TITLE = "# Findings"
 HEAD = """\
-# Findings
+## How to read this page
 
 This page says which attention suits which task, and how the papers' claims fared when we measured them. Each claim
 links to its folder in [experiments](../experiments) with the recipe, the paper's figures, our results and a plot;
@@ -65,7 +66,8 @@ def findings(root: Path, experiments: Sequence[Path]) -> str:
     found = sorted((_found(folder) for folder in experiments), key=lambda one: WEIGHTS.index(one.weight))
     shown = [one for part in found for one in part.verdicts if one.claim.on_page]
     others = [one for part in found for one in part.verdicts if not one.claim.on_page]
-    parts = [f"{HEAD}\n{_counted(shown)}." + (f" The folders have more: {_counted(others)}." if others else "")]
+    parts = [TITLE, *([_by_hand(root / REVIEW)] if (root / REVIEW).is_file() else [])]
+    parts.append(f"{HEAD}\n{_counted(shown)}." + (f" The folders have more: {_counted(others)}." if others else ""))
     if (root / CHOOSE).is_file():
         known = {f"{part.folder.name}/{one.claim.id}": (one, part.shown) for part in found for one in part.verdicts}
         parts.append(_by_hand(root / CHOOSE).replace(CHOICES, advice(root, known) if (root / FILE).is_file() else ""))

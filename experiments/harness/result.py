@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.harness.catalogue import told as told_of_data
 from experiments.harness.claims import Expected, Verdict, by_size, verdicts
 from experiments.harness.noise import Row, number, select
 from experiments.harness.recipe import SCALES, Recipe
@@ -157,11 +158,11 @@ def written(folder: Path, recipe: Recipe, expected: Expected) -> str:
     lines = ["| claim | theirs | ours | verdict |", "|:---|:---|:---|:---|"]
     found = verdicts(folder, expected, scales)
     lines += [verdict_line(verdict, scale) for verdict in found]
-    parts = ["\n".join(lines)]
+    parts = [told_of_data(recipe), "\n".join(lines)]
     if scale is None:
         return "\n\n".join([*parts, "Only scale `smoke` has been run so far."])
     weight, reason = weigh(found, rows)
-    parts.insert(0, f"Weight: **{weight}** ({reason}).")
+    parts.insert(1, f"Weight: **{weight}** ({reason}).")
     parts += [mark] if (mark := stale(scales[scale])) else []
     try:
         headers, table = cells(recipe, rows)

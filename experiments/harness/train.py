@@ -78,13 +78,20 @@ def _with_vocabulary(config: TrainConfig) -> TrainConfig:
     return config.replace(model=config.model.replace(vocab_size=config.data.vocab_size))
 
 
+def steps_of(config: TrainConfig) -> int:
+    """Return the steps of a configuration. Raises `ValueError` without: a result must not depend on the machine."""
+    if config.run.steps is None:
+        raise ValueError("run.steps must be given in an experiment, which run.minutes would fit to the machine")
+    return config.run.steps
+
+
 def budget_steps(unit: Unit) -> dict[str, int]:
     """Return the steps of each budget: the reference's steps, or as many as match its predicted tokens or FLOPs."""
     own = train_config(unit)
     if set(unit.budgets) == {"steps"}:
-        return {"steps": own.run.steps}
+        return {"steps": steps_of(own)}
     own, reference = _with_vocabulary(own), _with_vocabulary(train_config(unit, unit.reference))
-    steps = reference.run.steps
+    steps = steps_of(reference)
     ratios = {"steps": lambda: 1.0}
     ratios["tokens"] = lambda: predicted_tokens(reference) / predicted_tokens(own)
     ratios["flops"] = lambda: step_flops(reference) / step_flops(own)
@@ -110,8 +117,8 @@ def search_unit(unit: Unit) -> list[Row]:
             raise ValueError(
                 f"rates are for the tasks language and classify, got {whole.task}: it has no part for them"
             )
-        steps = max(1, whole.run.steps // SHARE)
-        shorter: dict[str, Any] = {"schedule": {"warmup": whole.schedule.warmup // SHARE}}
+        steps = max(1, steps_of(whole) // SHARE)
+        shorter: dict[str, Any] = {"schedule": {"warmup": whole.schedule.warmup_of(whole.run.steps) // SHARE}}
         if whole.task == "classify" and whole.classify.dataset == "toy":  # its validation part is its test part
             shorter["classify"] = {"seed": SEED}
         place = str(Path(unit.folder) / (f"rate-{rate:g}" + (f"-sines-{size}" if unit.sizes else "")))
@@ -176,7 +183,7 @@ def _fork(trunk: Path, fork: Path) -> None:
 def trained(config: TrainConfig) -> RunResult:
     """Train to the end. Raises `InterruptedRunError` if the run was told to stop."""
     result = train(config)
-    if result.interrupted or result.out_of_time:
+    if result.interrupted:
         raise InterruptedRunError(f"{config.run.folder} stopped after step {result.steps} of {config.run.steps}")
     return result
 

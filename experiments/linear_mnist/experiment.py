@@ -18,7 +18,7 @@ from experiments.harness.measure import in_blocks
 from experiments.harness.noise import Difference, Row, pooled, select
 from experiments.harness.rates import SHARE
 from experiments.harness.recipe import merged
-from experiments.harness.train import train_config, trained
+from experiments.harness.train import steps_of, train_config, trained
 from experiments.harness.units import Unit
 from subquad.config import digest
 from subquad.data import load_images
@@ -49,7 +49,8 @@ def run(unit: Unit) -> list[Row]:
 def search(unit: Unit) -> float:
     """Return the bits per dimension after a third of the steps, of test images that the result doesn't use."""
     config = config_of(unit)
-    steps, shorter = max(1, config.run.steps // SHARE), {"warmup": config.schedule.warmup // SHARE}
+    whole = steps_of(config)
+    steps, shorter = max(1, whole // SHARE), {"warmup": config.schedule.warmup_of(whole) // SHARE}
     part = replace(unit, settings=merged(unit.settings, {"schedule": shorter}))
     place = f"{unit.folder}/rate-{config.optimizer.lr:g}"
     try:

@@ -106,8 +106,7 @@ class ExtendConfig(Config):
 
     def __post_init__(self) -> None:
         self.check_least(length=4)
-        if self.schedule.warmup >= self.run.steps:
-            raise ValueError(f"schedule.warmup must be below run.steps={self.run.steps}, got {self.schedule.warmup}")
+        self.schedule.check_steps(self.run.steps)
         for name in ("tokenizer", "vocab_size", "pack"):
             if getattr(self.data, name) != getattr(DataConfig(), name):
                 raise ValueError(

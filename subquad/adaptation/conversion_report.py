@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from subquad.attention import mechanism
 from subquad.evaluation import drawing
@@ -12,11 +15,13 @@ from subquad.evaluation import drawing
 STAGES = {"original": "original", "replaced": "after replacing", "matched": "after matching", "tuned": "after LoRA"}
 IDLE = 0.01
 """Nats a token: a branch is idle if switching it off changes the loss by less."""
+NOISE = 0.05
+"""Speeds that differ by a smaller share are called equal."""
 Report = Mapping[str, Any]
 
 
 def explain(report: Report) -> list[str]:
-    """Return sentences on the size of the gap, where in the context it lies, and what each branch contributes."""
+    """Return sentences: the gap, where in the context it lies, what branches contribute, and where decoding gains."""
     first, last = report["stages"][0], report["stages"][-1]
     gap = report["gap"]["loss"]
     verb = "loses" if gap >= 0 else "gains"
@@ -27,7 +32,7 @@ def explain(report: Report) -> list[str]:
     reach = reach_of(report["attention"], report["options"])
     if reach is not None and (gap > 0 or all(part["start"] < reach for part in report["gap"]["by_position"])):
         said.append(_beyond(report, reach))
-    return [*said, _branches(last["branches"])]
+    return [*said, _branches(last["branches"]), _pays(first["decoding"], last["decoding"])]
 
 
 def reach_of(attention: str, options: Mapping[str, Any]) -> int | None:
@@ -79,6 +84,35 @@ def _branches(branches: list[Mapping[str, Any]]) -> str:
     return f"Change of the loss with one branch switched off: {said}{ending}."
 
 
+def _pays(before: list[Mapping[str, Any]], after: list[Mapping[str, Any]]) -> str:
+    """Return from which measured context on the state is smaller and decoding faster, and where it is slower."""
+    if not after:
+        return "Decoding was not measured, so it is not known from which context on the conversion pays."
+    contexts = [row["context"] for row in after]
+    sizes = [b["state_bytes"] / a["state_bytes"] for a, b in zip(before, after, strict=True)]
+    speeds = [b["tokens_per_second"] / a["tokens_per_second"] for a, b in zip(before, after, strict=True)]
+    smaller = _from(contexts, [size < 1 for size in sizes])
+    faster = _from(contexts, [speed > 1 + NOISE for speed in speeds])
+    slower = [i for i, speed in enumerate(speeds) if speed < 1 - NOISE]
+    said = (
+        f"The state is smaller {smaller}, and decoding is faster {faster}: at {contexts[-1]:,} tokens {sizes[-1]:.2g} "
+        f"times the original's bytes and {speeds[-1]:.2g} times its speed."
+    )
+    if not slower:
+        return said
+    worst = min(slower, key=lambda i: speeds[i])
+    where = ", ".join(f"{contexts[i]:,}" for i in slower)
+    return f"{said} Decoding got slower at {where} tokens: {speeds[worst]:.2g} times the speed at {contexts[worst]:,}."
+
+
+def _from(contexts: list[int], better: list[bool]) -> str:
+    """Return from which context on every measured one is better, in words."""
+    first = len(better) - [*better[::-1], False].index(False)
+    if first == len(better):
+        return "at none of the measured lengths"
+    return f"from {contexts[first]:,} tokens of context on" + (", the shortest measured" if not first else "")
+
+
 def draw(report: Report, file: Path) -> None:
     """Draw into `file`: loss by position at each stage, loss with branches off, state size and speed by context."""
     figure = drawing.new_figure(11.0, 7.2)
@@ -117,6 +151,11 @@ def draw(report: Report, file: Path) -> None:
             axis.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axis.transAxes)
             continue
         axis.set(xscale="log", yscale="log" if axis is weight else "linear")
+        if axis is weight:  # powers of two: between powers of ten there may be none
+            shown = [value for line in axis.lines for value in np.asarray(line.get_ydata())]
+            low, high = math.floor(math.log2(min(shown))), math.ceil(math.log2(max(shown)))
+            ticks = [2.0**power for power in range(low, high + 1, 1 + (high - low) // 8)]
+            axis.set_yticks(ticks, [f"{tick:,g}" for tick in ticks], fontsize=8)
         axis.set_xticks(contexts, [f"{context:,}" for context in contexts], fontsize=8)
         axis.minorticks_off()
         axis.legend(fontsize=8)

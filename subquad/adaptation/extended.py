@@ -20,6 +20,7 @@ from subquad.hf.config import SubquadConfig
 from subquad.hf.interface import check_attention, register
 from subquad.hf.loading import CONFIG, check_sizes, fetch, naming, no_bar, read_config
 from subquad.hf.lora import Base, put_adapter
+from subquad.program import command
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -36,13 +37,13 @@ def find_model(name: str) -> Path:
     if not folder.is_dir():
         folder = fetch(name)
     if lora.is_adapter(folder):
-        raise ValueError(f"{name} holds an adapter, not a whole model: merge it first (subquad lora merge)")
+        raise ValueError(f"{name} holds an adapter, not a whole model: merge it with: {lora.merging(name)}")
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{name} holds no {CONFIG}: it is not a transformers model")
     if isinstance(read_config(folder), SubquadConfig):
         raise ValueError(
             f"{name} holds a subquad model, and only transformers models can be extended: "
-            f"run `subquad export {name} --out FOLDER`, then extend FOLDER"
+            f"export it, then extend what that writes: {command('export', name, '--out', f'{folder}-exported')}"
         )
     return folder
 
@@ -178,7 +179,8 @@ def open_extension(folder: str | Path, base: str | Path | None = None) -> PeftMo
     original has other weights.
     """
     if not lora.is_extension(folder):
-        raise FileNotFoundError(f"{folder} holds no extension; `subquad extend MODEL --run.folder {folder}` makes one")
+        how = command("extend", "MODEL", "--run.folder", folder)
+        raise FileNotFoundError(f"{folder} holds no extension; make one with: {how}")
     record = Base.read(folder)
     if base is None:
         place = record.find(folder)

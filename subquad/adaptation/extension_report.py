@@ -202,7 +202,7 @@ def title(report: Mapping[str, Any]) -> str:
 
 
 def draw(report: Mapping[str, Any]) -> Any:
-    """Draw the loss of each model by position, a point for each range; the dotted line marks the own length."""
+    """Draw the loss of each model by position, a point for each range; a dotted line marks the own length."""
     figure = drawing.new_figure(7.6, 4.6)
     axes = figure.subplots()
     losses = report["loss"]
@@ -220,7 +220,8 @@ def draw(report: Mapping[str, Any]) -> Any:
             places, [entry["loss"] for entry in found], **style, linewidth=3 - number / 2, markersize=5, label=label
         )
     within = sum(entry["last"] <= report["own_length"] for entry in first)
-    axes.axvline(within - 0.5, color="#888888", linewidth=0.8, linestyle=":")
+    own = f"{report['own_length']:,} tokens, the original's own length"
+    axes.axvline(within - 0.5, color="#888888", linewidth=1.2, linestyle=":", label=own)
     axes.set_xticks(places, [f"{entry['first']:,} to\n{entry['last']:,}" for entry in first])
     axes.set_ylim(lowest - room, highest + room)
     axes.set(xlabel="position in the window (tokens of context)", ylabel="held-out loss (nats per token)")

@@ -51,7 +51,7 @@ def load_source(folder: str | Path) -> Source:
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}; give the folder of a model")
     if lora.is_adapter(folder):
-        raise ValueError(f"{folder} holds an adapter, not a whole model: merge it first (subquad lora merge)")
+        raise ValueError(f"{folder} holds an adapter, not a whole model: merge it with: {lora.merging(folder)}")
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} holds no {name}; a conversion needs a model and its tokenizer")

@@ -112,6 +112,8 @@ class Attention(SharedSequences):
     """Forms that the option `causal` can choose."""
     rotates: ClassVar[bool] = False
     """Whether queries and keys can carry rotary positions (the option `rope`)."""
+    sees_order: ClassVar[bool] = False
+    """Whether it sees the order of tokens without positions, by decays, gates or weights learned for each position."""
     exempting: ClassVar[dict[str, Any]] = {}
     """Options of a form that breaks laws which the default keeps; `exemptions` names the laws and the reasons."""
     softmax_reach: ClassVar[str | None] = None

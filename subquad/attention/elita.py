@@ -67,6 +67,7 @@ class Elita(ScannedAttention):
     summary = "the mean of every earlier token, gated against itself"
     paper = "Sharma 2023, github.com/acosharma/elita-transformer"
     parallel = True
+    sees_order = True
     has_position_terms = True
 
     @dataclass(frozen=True, kw_only=True)

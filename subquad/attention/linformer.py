@@ -32,6 +32,7 @@ class Linformer(ScannedAttention):
     summary = "all tokens, through learned mixtures of positions"
     paper = "Wang et al. 2020, arXiv:2006.04768"
     forms = ("bidirectional",)
+    sees_order = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ScannedAttention.Config):

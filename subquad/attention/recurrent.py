@@ -42,6 +42,7 @@ class RecurrentAttention(ScannedAttention):
     """`y_t = W_o (norm(o_t) * gate(x_t))`, with o the outputs of a gated or delta scan; subclasses say which."""
 
     parallel = True
+    sees_order = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Attention.Config):

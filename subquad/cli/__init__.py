@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+from subquad import program
 from subquad.config import suggest
 from subquad.version import __version__
 
@@ -45,9 +46,9 @@ commands:
 {_LINES}
 
 examples:
-  subquad train --recipe stdlib-llp
-  subquad eval runs/stdlib-llp --stride 128
-  subquad generate runs/stdlib-llp --prompt "def main("
+  {program.command("train", "--recipe", "stdlib-llp")}
+  {program.command("eval", "runs/stdlib-llp", "--stride", 128)}
+  {program.command("generate", "runs/stdlib-llp", "--prompt", "def main(")}
 
 `subquad COMMAND --help` lists the options of a command.
 `subquad COMMAND --debug ...` shows the traceback of an error.
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if command not in COMMANDS:
         message = f"unknown command {command!r}; {suggest(command, COMMANDS)}" if command else "no command"
-        sys.stderr.write(f"error: {message}\nsee subquad --help\n")
+        sys.stderr.write(f"error: {message}\nsee {program.command('--help')}\n")
         return 2
     arguments.remove(command)
     return guarded(lambda rest: _run(command, rest), arguments, informs=command in ("train", "extend"))

@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 import jsonargparse
 import yaml
 
+from subquad import program
 from subquad.config import Config, read_mapping, suggest
 from subquad.parsing import BoundsError, check_yaml
 from subquad.recipes import recipe_path
@@ -46,12 +47,13 @@ jsonargparse.set_loader("yaml", _load_bounded, exceptions=(yaml.YAMLError,))
 
 Made = TypeVar("Made", bound=Config)
 logger = logging.getLogger(__name__)
-_FILES = ("--config", "--recipe")
+FILES = ("--config", "--recipe")
 SHORT = {"data": ("path", "PATH"), "pretrain": ("kind", "KIND")}
 """Groups with a short form: `--data PATH` means `--data.path PATH`."""
 RUN_HELP = (
     "Folder of a subquad model: a run, one of its checkpoints, a LoRA adapter (which finds its base), or what subquad "
-    "import, convert or lora merge wrote. `subquad import` first makes one of another transformers model."
+    "import, convert or lora merge wrote. `subquad import` first makes one of another transformers model, such as that "
+    "of a merged extension."
 )
 """Help of the folder in commands that load it by `training.runs`."""
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: --(?P<key>[^\s=]+)")
@@ -77,15 +79,16 @@ class Parser(jsonargparse.ArgumentParser):
     def __init__(self, command: str = "", description: str = "", **given: Any) -> None:
         # jsonargparse itself makes parsers without a command, with its own settings, for configurations that may be
         # null; programs beside the package give their own `prog` and `usage`.
-        words = {"prog": f"subquad {command.partition(' ')[0]}", "usage": f"subquad {command} [options]"}
+        words = {"prog": program.command(*command.split()[:1]), "usage": f"subquad {command} [options]"}
         super().__init__(**{**words, "description": description, "allow_abbrev": False, **given})
         self.files: list[str] = []
         self.reading: str | None = None
+        self.example = ""
 
     def add_files(self) -> None:
         """Add `--config FILE` and `--recipe NAME`."""
         help_text = "Start from a YAML or JSON file, or from a recipe that `subquad list --recipes` names; options win."
-        self.add_argument(*_FILES, action=_File, metavar="NAME", help=help_text)
+        self.add_argument(*FILES, action=_File, metavar="NAME", help=help_text)
 
     def add_config(self, config: type[Any]) -> None:
         """Add an option for each field of `config`, and the short forms of `SHORT`."""
@@ -95,8 +98,23 @@ class Parser(jsonargparse.ArgumentParser):
             if group in SHORT:
                 option, action.metavar = SHORT[group]
                 action.help = f"Short for --{group}.{option} {action.metavar}."
+            elif action.dest.endswith(".position"):
+                action.default = "auto"  # the default configuration has resolved it for its own mechanism
             elif action.dest == "options" or action.dest.endswith(".options"):
                 _add_up(action)
+
+    def begin_with(self, example: str, title: str, names: Sequence[str]) -> None:
+        """Begin the help with an example and, under a title, the options `names`, which leave their groups."""
+        self.example = example
+        first = self.add_argument_group(title)
+        groups: Any = self._action_groups
+        groups.insert(0, groups.pop())
+        for name in names:
+            action = self._option_string_actions[f"--{name}"]
+            for group in groups:
+                if action in group._group_actions:
+                    group._group_actions.remove(action)
+            first._group_actions.append(action)
 
     def add_options(self, help_text: str) -> None:
         """Add `--options.NAME.OPTION VALUE`."""
@@ -138,8 +156,9 @@ class Parser(jsonargparse.ArgumentParser):
         return flags.get(plain, flag) + equals + value
 
     def format_help(self, *given: Any, **named: Any) -> str:
-        """Return the help with `null` for None, as files and options have it."""
-        return re.sub(r"\bNone\b", "null", super().format_help(*given, **named))
+        """Return the help with `null` for None, as files and options have it, and the example after the usage."""
+        text = re.sub(r"\bNone\b", "null", super().format_help(*given, **named))
+        return text.replace("\n\n", f"\n\nexample:\n  {self.example}\n\n", 1) if self.example else text
 
     @contextmanager
     def checking(self) -> Iterator[None]:
@@ -153,7 +172,7 @@ class Parser(jsonargparse.ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print one message with the valid choices and exit with status 2."""
         where, message = self._explain(message)
-        self.exit(2, f"error: {f'in {where}: ' if where else ''}{message}\nsee {self.prog} --help\n")
+        self.exit(2, f"error: {f'in {where}: ' if where else ''}{in_yaml(message)}\nsee {self.prog} --help\n")
 
     def _explain(self, message: str) -> tuple[str | None, str]:
         """Return the faulty file, if any, and the message without Python's names of types."""
@@ -191,6 +210,13 @@ class Parser(jsonargparse.ArgumentParser):
     def _valid_options(self) -> set[str]:
         options = [option.removeprefix("--") for action in self._actions for option in action.option_strings]
         return {name for name in options if not name.startswith("-") and not name.endswith("+")} - _NOT_FOR_FILES
+
+
+def in_yaml(text: str) -> str:
+    """Return a text without Python's words: `null`, choices without quotes, types without modules."""
+    text = re.sub(r"Literal\[(.*?)\]", lambda match: match[1].replace("'", "").replace(", ", " | "), text)
+    text = re.sub(r"\bsubquad\.[a-z_.]+\.(?=[A-Z])", "", text)
+    return re.sub(r"(?<!Got value: )(?<!['\"\w./-])None(?!['\"\w/-])", "null", text)  # the former as it was given
 
 
 def _plain(message: str) -> str:
@@ -296,9 +322,9 @@ def files_first(arguments: Sequence[str]) -> list[str]:
     files, rest = [], []
     left = iter(arguments)
     for argument in left:
-        if argument in _FILES:
+        if argument in FILES:
             files += [argument, *islice(left, 1)]
-        elif argument.startswith(tuple(f"{name}=" for name in _FILES)):
+        elif argument.startswith(tuple(f"{name}=" for name in FILES)):
             files.append(argument)
         else:
             rest.append(argument)

@@ -16,15 +16,12 @@ from typing import Any
 
 import torch
 from jsonargparse import Namespace
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from torch import nn
 
 from subquad.attention import mechanism, names
 from subquad.cli.arguments import Parser
-from subquad.cli.tables import show_line
+from subquad.cli.tables import console, print_table, show_line
 from subquad.cli.threads import keep_to_idle_cores
 from subquad.config import suggest
 from subquad.data import load_tokenizer
@@ -39,6 +36,7 @@ from subquad.parsing import read_json, read_text
 
 TINY = {"vocab_size": 64, "dim": 32, "num_layers": 2, "num_heads": 2}
 """Size of the models of --attention."""
+HEADERS = ("check", "verdict", "worst", "what was seen")
 STYLES = {"violation": "bold red", "finding": "yellow", "not checked": "dim", "pass": "green"}
 
 
@@ -195,16 +193,12 @@ def _print(name: str, report: AuditReport) -> None:
     if not sys.stdout.isatty():
         sys.stdout.write(f"{name}\n{report}\n\n")
         return
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for header in ("check", "verdict", "worst", "what was seen"):
-        table.add_column(header, no_wrap=header in ("check", "verdict"))
-    for check in report.checks:
-        verdict = Text(check.verdict, STYLES[check.verdict])
-        table.add_row(Text(check.name), verdict, Text(shown(check.worst)), Text(check.detail))
-    console = Console()
-    console.print(Text(f"{name}: {report.title()}"))
-    console.print(table)
-    console.print(Text(report.conclusion(), "bold green" if report.passed else "bold red"))
+    lines = [
+        (check.name, Text(check.verdict, STYLES[check.verdict]), shown(check.worst), check.detail)
+        for check in report.checks
+    ]
+    print_table(f"{name}: {report.title()}", HEADERS, lines, text=HEADERS[-1], justify="left")
+    console().print(Text(report.conclusion(), "bold green" if report.passed else "bold red"))
 
 
 def _replay(parser: Parser, models: Sequence[tuple[str, nn.Module]], report: AuditReport) -> int:

@@ -15,9 +15,11 @@ from subquad.cli.arguments import Parser, data_is_a_path, files_first
 from subquad.cli.tables import context_range, print_table, show_line, size
 from subquad.cli.threads import kept_threads
 from subquad.evaluation.provenance import provenance
+from subquad.program import command
 
 PICTURE = "convert.png"
 STAGE_COLUMNS = ["stage", "loss", "perplexity", "passkey", "matching error", "minutes"]
+SPARE = ("matching error", "minutes", "part of it", "after matching", "after replacing")
 Lines = list[list[str]]
 
 
@@ -56,9 +58,8 @@ def run(arguments: Sequence[str]) -> int:
     show(report)
     picture = Path(config.out) / PICTURE
     draw(report, picture)
-    sys.stdout.write(
-        f"{config.out} holds the model, {picture.name} and report.json; check it: subquad audit {config.out}\n"
-    )
+    sys.stdout.write(f"{config.out} holds the model, {picture.name} and report.json. Check it with:\n")
+    sys.stdout.write(f"  {command('audit', config.out)}\n")
     return 0
 
 
@@ -80,7 +81,7 @@ class Progress:
 def show(report: Report) -> None:
     """Print the tables of stages, positions, branches and decoding, and the report's explanation."""
     for title, headers, lines in (_stages(report), _positions(report), _branches(report), _decoding(report)):
-        print_table(title, headers, lines, markdown=False)
+        print_table(title, headers, lines, spare=SPARE, elsewhere=" or in report.json")
     missing = report["stages"][0].get("passkey_missing")
     if missing is not None:
         sys.stdout.write(f"passkey: {missing}\n")

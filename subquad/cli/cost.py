@@ -25,6 +25,7 @@ CLASSES = 2
 LENGTHS = (1024, 4096, 16384)
 DIM, HEADS, LAYERS = 512, 8, 4
 HEADERS = ("", "tokens", "scores", "allowed", "forward", "backward", "parameters", "activations", "state")
+SPARE = ("allowed", "parameters", "backward", "scores")
 LEGEND = (
     "Scores are attention weights over all heads: computed (including masked ones) and allowed; a scan computes none. "
     "FLOPs include the projections and count a multiply-add as two. Activations are what autograd keeps of one "
@@ -189,7 +190,7 @@ def _print(measured: Sequence[Measured], title: str, markdown: bool) -> None:
             )
         )
         before = name
-    print_table(title, HEADERS, lines, markdown=markdown)
+    print_table(title, HEADERS, lines, markdown=markdown, spare=SPARE, elsewhere=" or by --markdown or --csv")
     if not markdown:
         console().print(Text(LEGEND))
         shown = {name.partition(" ")[0] for name, _, _ in measured}

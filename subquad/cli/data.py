@@ -146,12 +146,12 @@ def _print(config: LabelledConfig, corpus: LabelledCorpus, record: dict[str, Any
         )
         for name, part in record["parts"].items()
     ]
-    print_table(f"{config.dataset}: {corpus.vocab_size} tokens", headers, lines, markdown=False)
+    print_table(f"{config.dataset}: {corpus.vocab_size} tokens", headers, lines)
     shares = [
         (name, *(f"{part['shares'][number]:.2%}" for part in record["parts"].values()))
         for number, name in enumerate(corpus.classes)
     ]
-    print_table("classes", ("", *record["parts"]), shares, markdown=False)
+    print_table("classes", ("", *record["parts"]), shares)
     out = console()
     if config.dataset == "toy":
         out.print(Text(f"tokens and classes are of the first {LOOKED_AT:,} examples of each part"))
@@ -300,7 +300,7 @@ def _check_tokens(arguments: Sequence[str]) -> int:
 
 def _print_tokens(tokens: TokenSet, record: dict[str, Any], seconds: float) -> None:
     lines = [(entry.name, count(entry.tokens), f"{entry.documents:,}") for entry in tokens.entries[:20]]
-    print_table(str(tokens.path), ("shard", "tokens", "documents"), lines, markdown=False)
+    print_table(str(tokens.path), ("shard", "tokens", "documents"), lines)
     text = (
         f"{record['tokens']:,} tokens of {record['documents']:,} documents in {record['shards']:,} shards, "
         f"{record['vocab_size']:,} in the vocabulary; made in {seconds:.1f} s; fingerprint {record['fingerprint']}"

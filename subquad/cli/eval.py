@@ -24,6 +24,7 @@ from subquad.evaluation.classes import evaluate_classifier, fit_bag_of_tokens
 from subquad.evaluation.config import EvalConfig
 from subquad.models.image import ImageModel
 from subquad.parsing import read_json_mapping
+from subquad.program import install
 from subquad.training.config import TrainConfig
 from subquad.training.task import count_items, spread
 from subquad.training.tasks_classify import labelled
@@ -225,7 +226,7 @@ class Loaded(NamedTuple):
 
 def _add_tasks(parser: ArgumentParser) -> None:
     """Add the options of tasks."""
-    group = parser.add_argument_group("tasks of lm-evaluation-harness instead of a text: pip install subquad[eval]")
+    group = parser.add_argument_group("tasks of lm-evaluation-harness instead of a text: " + install("subquad[eval]"))
     for name, (kind, text) in TASK_OPTIONS.items():
         group.add_argument(f"--{name}", type=kind | None, default=None, help=text)
 

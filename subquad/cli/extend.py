@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from subquad.adaptation.config import ExtendConfig
 from subquad.cli.arguments import Parser, data_is_a_path, files_first
 from subquad.cli.tables import print_table, progress
 from subquad.cli.threads import with_threads
+from subquad.program import command
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -58,11 +58,12 @@ def run(arguments: Sequence[str]) -> int:
     report = extension_report.make_report(config, result, plan, losses, seconds, device=device, resumed=resumed)
     extension_report.write(report, result.folder)
     title = f"{extension_report.title(report)}: held-out nats a token (perplexity)"
-    print_table(title, *extension_report.rows(report), markdown=False)
-    folder = shlex.quote(str(result.folder))
+    spare = (extension_report.SCALED, extension_report.CONTROL, extension_report.BEFORE)
+    print_table(title, *extension_report.rows(report), spare=spare, elsewhere=" or in its README.md")
+    line = command("lora", "merge", result.folder, "--out", f"{result.folder}-merged")
     sys.stdout.write(
         f"{result.folder} holds the adapter, the scaled configuration and the report (see its README.md for how to "
-        f"load them). Merge them into a plain model with:\n  subquad lora merge {folder} --out {folder}-merged\n"
+        f"load them). Merge them into a plain model with:\n  {line}\n"
     )
     return 0
 
@@ -83,6 +84,6 @@ def make_parser() -> Parser:
 
 
 def _stopped(step: int, config: ExtendConfig, what: str) -> int:
-    command = f"subquad extend --config {shlex.quote(str(Path(config.run.folder) / 'config.yaml'))}"
-    sys.stderr.write(f"stopped {what} after step {step} of {config.run.steps}; resume with:\n  {command}\n")
+    line = command("extend", "--config", Path(config.run.folder) / "config.yaml")
+    sys.stderr.write(f"stopped {what} after step {step} of {config.run.steps}; resume with:\n  {line}\n")
     return 130

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import platform
-import shlex
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
@@ -26,14 +26,19 @@ from subquad.evaluation import evaluate, evaluate_images
 from subquad.evaluation.probes import overall, right_answers
 from subquad.generation import Generation, SamplingConfig, generate_images
 from subquad.generation.images import picture_of, square
+from subquad.program import command
+from subquad.training.baselines import NGRAM_READ
 from subquad.training.checkpoint import write_atomically
 from subquad.training.progress import read_metrics
 from subquad.training.report import measure, write_report
+from subquad.training.tasks_text import reported_from
 
 logger = logging.getLogger(__name__)
 SAMPLES = 3
 """Samples at the end of a run, of which the first is greedy. A token of each costs less than a third of a step."""
 PICTURE = "samples.png"
+PROMPT_CHARACTERS = 40
+"""Most characters of a prompt that is taken from the held-out text."""
 
 
 def finish(result: training.RunResult) -> None:
@@ -59,35 +64,43 @@ def _language(result: training.RunResult) -> None:
         _shared_language(result, corpus)
         return
     decoder, held_out = result.decoder, corpus.held_out
+    begin = reported_from(result.config, len(held_out))
+    tokens, counts = held_out.tokens, {"text_bytes": held_out.text_bytes, "words": held_out.words}
+    if begin:
+        tokens = tokens[begin:]
+        text = corpus.tokenizer.decode(np.asarray(tokens[:]).tolist())
+        counts = {"text_bytes": len(text.encode()), "words": len(text.split())}
     sys.stderr.write("evaluating on the held-out text ...\n")
     packed = result.config.data.pack == "documents"
     with progress("window") as shown:
         evaluation = evaluate(
             decoder,
-            held_out.tokens,
+            tokens,
             length=result.config.batch.length,
             windows=_trained(result),
             documents=held_out.documents if packed else None,
-            text_bytes=held_out.text_bytes,
-            words=held_out.words,
+            **counts,
             decode=corpus.tokenizer.decode,
             progress=shown,
         )
-    part = evaluation.text_bytes != held_out.text_bytes
+    part = evaluation.text_bytes != counts["text_bytes"]
     if part:
-        folder = shlex.quote(str(result.folder))
-        logger.info("evaluated on as many tokens as the run trained on; on all held-out text: subquad eval %s", folder)
+        more = command("eval", result.folder)
+        logger.info("evaluated on as many tokens as the run trained on; on all held-out text: %s", more)
+    if begin:
+        logger.info("evaluated on the second half of the held-out text: the first chose the weights (run.weights=best)")
     write_json(result.folder / "evaluation.json", evaluation.to_dict())
     _write_samples(result, corpus.tokenizer)
     console = Console()
     console.print(text_table(evaluation))
-    if isinstance(held_out, TokenShard):
+    if isinstance(held_out, TokenShard) and isinstance(corpus.train, TokenShard):
         assert evaluation.bits_per_byte is not None  # a TokenShard has the number of bytes
         speeds = [record["tokens_per_s"] for record in read_metrics(result.folder) if "tokens_per_s" in record]
         report = measure(
             decoder,
-            corpus.held_out_text()[: evaluation.text_bytes if part else None],
-            held_out.tokens.tolist(),
+            corpus.train_text(min(NGRAM_READ, round(result.tokens * corpus.train.text_bytes / len(corpus.train)))),
+            corpus.held_out_text()[-counts["text_bytes"] :][: evaluation.text_bytes],
+            np.asarray(tokens[:]).tolist(),
             bits_per_byte=evaluation.bits_per_byte,
             files_hash=corpus.fingerprint[:16],
             steps=result.steps,
@@ -113,20 +126,34 @@ def _shared_language(result: training.RunResult, corpus: Corpus) -> None:
         f"be too long for one.{best} Measure it with enough memory, or with a smaller --length:",
         markup=False,
     )
-    console.print(f"  subquad eval {shlex.quote(str(result.folder))} --length {length}", markup=False, soft_wrap=True)
+    console.print(f"  {command('eval', result.folder, '--length', length)}", markup=False, soft_wrap=True)
     _say_how_to_go_on(result, console)
 
 
 def _say_how_to_go_on(result: training.RunResult, console: Console) -> None:
     console.print(f"{result.folder} holds the model, the metrics and the samples. Continue a text with:", markup=False)
-    command = shlex.join(["subquad", "generate", str(result.folder), "--prompt", result.config.run.prompt])
-    console.print(f"  {command}", markup=False, soft_wrap=True)
+    line = command("generate", result.folder, "--prompt", prompt_of(result))
+    console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def prompt_of(result: training.RunResult) -> str:
+    """Return the prompt of the samples: the run's, or the first words of the part of the held-out text it reports."""
+    if result.config.run.prompt is not None:
+        return result.config.run.prompt
+    corpus = result.corpus
+    assert isinstance(corpus, Corpus)
+    tokens = corpus.held_out.tokens
+    begin = reported_from(result.config, len(tokens))
+    text: str = corpus.tokenizer.decode(np.asarray(tokens[begin : begin + PROMPT_CHARACTERS][:]).tolist())
+    # The first word may be a part of one, and so the last; an option's value can't begin with a dash.
+    words = " ".join(text.split()[1:]).lstrip("- ")[:PROMPT_CHARACTERS]
+    return words.rpartition(" ")[0] or words or text or "\n"
 
 
 def _write_samples(result: training.RunResult, tokenizer: Tokenizer) -> None:
     """Write and print samples.txt: continuations of the run's prompt, each under a line with its sampling."""
     options = result.config.run
-    prompt = encode_text(tokenizer, options.prompt)
+    prompt = encode_text(tokenizer, prompt_of(result))
     count, model = min(options.sample_tokens, max(1, result.steps // 2)), result.config.model
     if count < options.sample_tokens:
         logger.info("samples are cut to %d tokens: the run has only %d steps", count, result.steps)
@@ -177,7 +204,7 @@ def _print(table: Table, text: str, *commands: str) -> None:
     """Print a table, a text and indented commands."""
     console = Console()
     console.print(table)
-    for line in (text, *(f"  {command}" for command in commands)):
+    for line in (text, *(f"  {each}" for each in commands)):
         console.print(line, markup=False, soft_wrap=True)
 
 
@@ -234,7 +261,7 @@ def _images(result: training.RunResult) -> None:
         table.add_row("generation", f"{options.samples / drawn.seconds:,.2f} images/s, {drawn.batch_size} at once")
     _write(result, evaluation.to_dict(), report)
     kept = f", the metrics and {PICTURE}" if options.samples else " and the metrics"
-    commands = f"subquad generate {result.folder} --images 100", f"subquad complete {result.folder}"
+    commands = command("generate", result.folder, "--images", 100), command("complete", result.folder)
     _print(table, f"{result.folder} holds the model{kept}. Next:", *commands)
 
 
@@ -257,7 +284,7 @@ def _probe(result: training.RunResult) -> None:
     )
     _add_training(table, result, f"{result.tokens_per_second:,.0f} tokens/s")
     text = f"{result.folder} holds the model and the metrics. Probe it further with:"
-    _print(table, text, f"subquad probe {result.folder}")
+    _print(table, text, command("probe", result.folder))
 
 
 FINISH: dict[str, Callable[[training.RunResult], None]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from subquad.cli.arguments import Parser
 from subquad.cli.exporting import check_new, write_model
 from subquad.data.llama2c import read_llama2c_tokenizer
 from subquad.data.special_tokens import CONFIG, NAMES, name_special_tokens, tokenizer_config
-from subquad.data.tokenizers import check_vocabulary, has_tokenizer, load_tokenizer
+from subquad.data.tokenizers import check_vocabulary, encode_text, has_tokenizer, load_tokenizer
+from subquad.program import command
 
+PROMPT = "Once upon a time"
 TOKENIZER_HELP = "A tokenizer.json, a folder with one, or llama2.c's tokenizer.bin. null: the tokenizer in MODEL."
 
 
@@ -59,9 +62,20 @@ def run(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"{chosen.model} has no tokenizer, which generate, eval and serve need: use --tokenizer\n")
     write_model(target, model, texts, source if source.is_dir() and chosen.tokenizer is None else None)
     count = model.decoder.num_parameters()
-    then = "" if tokenizer is None else f": subquad generate {chosen.out}"
-    sys.stdout.write(f"{chosen.out} holds the model, {count:,} parameters{then}\n")
+    sys.stdout.write(f"{chosen.out} holds the model, {count:,} parameters.\n")
+    if tokenizer is not None:
+        line = command("generate", chosen.out, "--prompt", _prompt(tokenizer))
+        sys.stdout.write(f"Continue a text with:\n  {line}\n")
     return 0
+
+
+def _prompt(tokenizer: Tokenizer) -> str:
+    """Return the beginning of a text that the tokenizer knows: English, else the first of its tokens that will do."""
+    for text in (PROMPT, *(tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size()))):
+        with suppress(ValueError):
+            if encode_text(tokenizer, text) and not text.startswith("-"):  # of an option, or for standard input
+                return text
+    return PROMPT
 
 
 def _model(name: str) -> Any:

@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Container, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.cells import cell_len
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 from rich.text import Text
 
 from subquad.attention import build, mechanism, names
 from subquad.attention.base import LAWS
-from subquad.cli.arguments import Parser
-from subquad.cli.tables import console, has_width
+from subquad.cli.arguments import Parser, in_yaml
+from subquad.cli.tables import console, print_table
 from subquad.config import suggest
 from subquad.models.stacks import STACKS
 from subquad.options import options
+from subquad.program import command
 from subquad.recipes import recipe_path, recipes
 
-WIDTH = 160
-"""Columns of what is printed to no terminal; a table whose rows need more has more."""
+CELL = 16
+"""Columns of a type, cost or state, which are wrapped beyond."""
 HEADERS = ("name", "what a token sees", "form", "cost in T", "state", "paper")
-LAW_HEADERS = ("name", "form", *(str(law) for law in LAWS))
-OPTION_HEADERS = ("form by option", "laws in make test", "laws in make test-long", "")
+SPARE = ("paper", "form", "cost in T", "state")
+LAW_HEADERS = ("name", "form", "laws that hold")
+OPTION_HEADERS = ("form by option", "laws in make test", "laws in make test-long", "test")
 TESTS = Path(__file__).parents[2] / "tests" / "attention"
 """Contract tests of the repository, which an installed package lacks."""
 TRIED = (
-    "`make test` tests each law with `yes` on the causal and bidirectional forms (laws 6, 12 and 14 on one of them; "
+    "`make test` tests each law that holds on the causal and bidirectional forms (laws 6, 12 and 14 on one of them; "
     "law 12 by `aot_eager` on one mechanism of each engine, law 14 in float16). With other options it tests the "
     "laws that they can break; `make test-long` tests the rest"
 )
@@ -61,13 +59,15 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     if chosen.laws:
         table, reasons = _law_rows()
-        _print_table(("law", "what it asks for"), ((str(law), text) for law, text in LAWS.items()))
-        _print_table(LAW_HEADERS, table)
-        console(WIDTH).print(Text("\n".join(reasons)))
+        laws = [(str(law), text) for law, text in LAWS.items()]
+        print_table("", ("law", "what it asks for"), laws, text="what it asks for")
+        print_table("", LAW_HEADERS, table, justify="left")
+        console().print(Text("\n".join(reasons)))
         by_option = list(_option_rows())
-        console(WIDTH).print(Text(f"\n{TRIED}{':' if by_option else ' (tests/attention in the repository).'}"))
+        console().print(Text(f"\n{TRIED}{':' if by_option else ' (tests/attention in the repository).'}"))
         if by_option:
-            _print_table(OPTION_HEADERS, by_option)
+            spare = ("test", "laws in make test-long")
+            print_table("", OPTION_HEADERS, by_option, spare=spare, text="form by option", justify="left")
     elif chosen.markdown:
         sys.stdout.write(markdown() + "\n")
     elif chosen.name is not None:
@@ -77,8 +77,11 @@ def run(arguments: Sequence[str]) -> int:
                 raise ValueError(f"unknown attention {chosen.name!r}; {suggest(chosen.name, known)}")
         _print_options(chosen.name)
     else:
-        _print_table(HEADERS, _rows())
-        console(WIDTH).print(Text(NOTE))
+        rows = [(*row[:3], *(textwrap.fill(cell, CELL) for cell in row[3:5]), row[5]) for row in _rows()]
+        print_table(
+            "", HEADERS, rows, spare=SPARE, elsewhere=" or by --markdown", text="what a token sees", justify="left"
+        )
+        console().print(Text(NOTE))
         _print_recipes()
     return 0
 
@@ -86,40 +89,32 @@ def run(arguments: Sequence[str]) -> int:
 def _print_options(name: str) -> None:
     cls = STACKS[name] if name in STACKS else mechanism(name)
     own = STACKS[name].options if name in STACKS else mechanism(name).Config
-    console(WIDTH).print(Text(f"{name}: {cls.summary}\n{cls.paper}", style="bold"))
-    _print_table(("option", "type", "default", ""), options(own))
-    console(WIDTH).print(
+    console().print(Text(f"{name}: {cls.summary}\n{cls.paper}", style="bold"))
+    rows = [
+        (option, textwrap.fill(in_yaml(kind), CELL), in_yaml(default), in_yaml(meaning))
+        for option, kind, default, meaning in options(own)
+    ]
+    print_table("", ("option", "type", "default", ""), rows, spare=("type",), text="", justify="left")
+    console().print(
         Text(
             "A model gives dim, num_heads, bias, dropout and, where they are, num_kv_heads, head_dim, qk_norm, "
             "norm_eps, qkv_bias, out_bias, rope, rope_base, rope_fraction and rope_scaling."
         )
     )
-    console(WIDTH).print(Text(f"subquad train --model.attention {name} --model.options.{name}.OPTION VALUE"))
+    line = command("train", "--model.attention", name, f"--model.options.{name}.OPTION", "VALUE")
+    console().print(Text(line), soft_wrap=True)
 
 
 def _print_recipes() -> None:
-    _print_table(("recipe", ""), ((name, _first_comment(recipe_path(name))) for name in recipes()))
-    console(WIDTH).print(Text("subquad train --recipe NAME"))
+    rows = [(name, _first_comment(recipe_path(name))) for name in recipes()]
+    print_table("", ("recipe", ""), rows, text="")
+    console().print(Text(command("train", "--recipe", "NAME")), soft_wrap=True)
 
 
 def _first_comment(recipe: Path) -> str:
     """Return what a recipe says about itself in its first line."""
     line = recipe.read_text(encoding="utf-8").partition("\n")[0]
     return line.removeprefix("#").strip() if line.startswith("#") else ""
-
-
-def _print_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; without a width to keep to only the column of explanations, which has no header, is wrapped."""
-    table, lines = Table(box=SIMPLE_HEAD, pad_edge=False), list(rows)
-    for i, header in enumerate(headers):
-        longest = max(cell_len(line[i]) for line in (headers, *lines))
-        whole = longest if header and not has_width() else None
-        table.add_column(header, no_wrap=i == 0, min_width=whole, overflow="fold")
-    for line in lines:
-        table.add_row(*(Text(cell) for cell in line))
-    endless = Console(width=1000)
-    needed = Measurement.get(endless, endless.options, table).minimum
-    console(max(WIDTH, needed)).print(table)
 
 
 def _rows() -> Iterator[tuple[str, ...]]:
@@ -155,7 +150,7 @@ def _size(number: int) -> str:
 
 
 def _law_rows() -> tuple[list[tuple[str, ...]], list[str]]:
-    """Return a row for each form under `LAW_HEADERS`, `-` for laws that do not apply, and the reasons."""
+    """Return a row for each form under `LAW_HEADERS`, and the reasons why laws do not apply."""
     table: list[tuple[str, ...]] = []
     reasons: dict[tuple[str, str], list[int]] = {}
     for name in names():
@@ -166,12 +161,12 @@ def _law_rows() -> tuple[list[tuple[str, ...]], list[str]]:
         for which, chosen in cases:
             with torch.device("meta"):
                 exempt = build(name, **STATE_OF, **chosen).exemptions()
-            table.append((name, which, *("-" if law in exempt else "yes" for law in LAWS)))
+            table.append((name, which, _kept(exempt)))
             for law, reason in exempt.items():
                 reasons.setdefault((which if which == "bidirectional" else f"{name}, {which}", reason), []).append(law)
     for stack in STACKS.values():
         for which in stack.forms:
-            table.append((stack.name, which, *("-" if law in dict(stack.exemptions) else "yes" for law in LAWS)))
+            table.append((stack.name, which, _kept(dict(stack.exemptions))))
             for law, reason in stack.exemptions:
                 reasons.setdefault(("stacks" if law == 1 else which, reason), []).append(law)
     lines = []
@@ -179,6 +174,11 @@ def _law_rows() -> tuple[list[tuple[str, ...]], list[str]]:
         numbers = [str(law) for law in sorted(set(laws))]
         lines.append(f"{whose}, law{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}: {reason}")
     return table, lines
+
+
+def _kept(exempt: Container[int]) -> str:
+    """Return the numbers of the laws in columns, with `-` for those in `exempt`."""
+    return " ".join("-".rjust(len(str(law))) if law in exempt else str(law) for law in LAWS)
 
 
 def _option_rows() -> Iterator[tuple[str, ...]]:
@@ -194,7 +194,7 @@ def _option_rows() -> Iterator[tuple[str, ...]]:
                     exempt = build(name, dim=16, num_heads=2, **chosen).exemptions()
                 rest = [law for law in LAWS if law not in exempt and law not in laws]
                 shown = ", ".join(f"{key}={value}" for key, value in chosen.items())
-                yield node.name, " ".join(map(str, laws)), " ".join(map(str, rest)), f"{name}: {shown}"
+                yield f"{name}: {shown}", " ".join(map(str, laws)), " ".join(map(str, rest)), node.name
 
 
 def markdown() -> str:

@@ -10,8 +10,10 @@ from subquad.cli.arguments import Parser, check_output
 from subquad.cli.tables import count, print_table, size
 from subquad.config import suggest
 from subquad.data.files import write_json
+from subquad.program import command
 
 HEADERS = ("adapter", "base", "rank", "alpha", "layers", "trained", "share", "on disk", "fits")
+SPARE = ("on disk", "layers", "base", "trained", "alpha", "share", "rank")
 OVERVIEW = """\
 usage: subquad lora list [FOLDER ...]
        subquad lora merge RUN --out FOLDER
@@ -31,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     if word not in ACTIONS:
         message = f"unknown action {word!r}; {suggest(word, ACTIONS)}" if word else "no action"
-        sys.stderr.write(f"error: {message}\nsee subquad lora --help\n")
+        sys.stderr.write(f"error: {message}\nsee {command('lora', '--help')}\n")
         return 2
     return ACTIONS[word](arguments[1:])
 
@@ -79,7 +81,8 @@ def _show(found: Sequence[adaptation.adapters.Adapter], *, markdown: bool) -> No
         )
         for entry in found
     ]
-    print_table(f"{len(found)} adapter{'' if len(found) == 1 else 's'}", HEADERS, lines, markdown=markdown)
+    title, elsewhere = f"{len(found)} adapter{'' if len(found) == 1 else 's'}", " or by --markdown or --json"
+    print_table(title, HEADERS, lines, markdown=markdown, spare=SPARE, elsewhere=elsewhere, text="fits")
 
 
 def _merge(arguments: Sequence[str]) -> int:
@@ -88,8 +91,8 @@ def _merge(arguments: Sequence[str]) -> int:
     with parser.checking():
         merging = adaptation.adapters.open_merging(chosen.run, chosen.out, chosen.base)
     merging.write()
-    command = "audit" if merging.extension else "eval"
-    sys.stdout.write(f"{chosen.out} holds the merged model: subquad {command} {chosen.out}\n")
+    measure = "audit" if merging.extension else "eval"
+    sys.stdout.write(f"{chosen.out} holds the merged model. Measure it with:\n  {command(measure, chosen.out)}\n")
     return 0
 
 

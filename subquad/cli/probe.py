@@ -20,6 +20,7 @@ from subquad.data.tokenizers import tokenizer_hash
 from subquad.evaluation import drawing
 from subquad.evaluation.probe_report import LABELS, ProbeOptions, Report, Subject, TaskName, measure
 from subquad.evaluation.probes import Score
+from subquad.program import command
 
 DEPTHS = 5
 DEFAULT_LENGTH = 256
@@ -40,8 +41,7 @@ def make_parser() -> Parser:
     parser = Parser(
         "probe RUN [RUN ...] --task TASK",
         "Measure the recall of trained models. Prints a table; --out adds a JSON file and a picture. Several runs get "
-        "the same sequences. To train a model on a probe: subquad train --recipe probe-mqar (or probe-passkey, "
-        "probe-copy).",
+        "the same sequences. `subquad train --recipe probe-mqar` (or probe-passkey, probe-copy) trains a model on one.",
     )
     parser.add_argument("runs", nargs="+", type=str, help="Folders of runs.")
     parser.add_optional("--task", TASK_HELP, TaskName)
@@ -162,7 +162,7 @@ def _probes(loaded: Sequence[training.runs.LoadedProbe], names: Sequence[str], o
         if options.task not in (None, trained.name):
             raise ValueError(
                 f"{name} was trained on the probe {trained.name} and can't be asked --task {options.task}; train a "
-                f"model that can: subquad train --recipe probe-{options.task}"
+                f"model that can: {command('train', '--recipe', f'probe-{options.task}')}"
                 if options.task != "position"
                 else f"--task position is for language models, but {name} was trained on the probe {trained.name}"
             )
@@ -182,7 +182,7 @@ def _texts(loaded: Sequence[training.runs.LoadedRun], names: Sequence[str], opti
         asked = "no --task" if options.task is None else f"--task {options.task}"
         raise ValueError(
             f"{names[0]} is a language model: give --task passkey or position, got {asked}; for mqar and copy train a "
-            "model with: subquad train --recipe probe-mqar (or probe-copy)"
+            f"model on that probe, as by: {command('train', '--recipe', 'probe-mqar')}"
         )
     if options.pairs is not None:
         raise ValueError("--pairs is for models trained on the probe mqar; leave it out")
@@ -224,7 +224,9 @@ def _print(report: Report) -> None:
     headers = ["", "tokens", whole, *ranges.values(), *([] if loss else ["chance"])]
     unit = "nats per token" if loss else "per cent"
     title = f"{report.title}\n{unit} ± one standard error, by {LABELS[str(report.options.task)]}"
-    print_table(title, headers, lines, markdown=False)
+    names = list(ranges.values())
+    spare = [*names[1::2], *names[2::2]]
+    print_table(title, headers, lines, spare=spare, elsewhere=" or by --out")
 
 
 def _cell(score: Score, *, loss: bool) -> str:

@@ -11,6 +11,7 @@ from subquad import training
 from subquad.cli.arguments import RUN_HELP, Parser
 from subquad.cli.generate import ADAPTER_HELP
 from subquad.cli.threads import keep_to_idle_cores
+from subquad.program import install
 from subquad.serving.config import ServeConfig
 
 KEY_VARIABLE = "SUBQUAD_API_KEY"
@@ -59,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         from subquad.serving.app import serve
     except ImportError as error:
-        raise ImportError(f'subquad serve needs {error.name}; install it with: pip install "subquad[serve]"') from error
+        raise ImportError(f"subquad serve needs {error.name}: {install('subquad[serve]')}") from error
     with parser.checking():
         loaded = training.runs.load_run(folder, device, adapter)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

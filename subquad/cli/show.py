@@ -21,9 +21,10 @@ from subquad.models import DecoderConfig, matrices
 from subquad.models.build import build_model
 from subquad.models.costs import layer_costs
 from subquad.models.stacks import STACKS
+from subquad.program import command
 from subquad.training.tasks_classify import labelled
 
-OVERVIEW = """\
+OVERVIEW = f"""\
 usage: subquad show WHAT [RUN] [options]
 
 Draw a picture, as PNG or SVG, of untrained mechanisms or of a trained RUN.
@@ -35,8 +36,8 @@ what:
   cost        FLOPs and state by length, for all mechanisms
 
 examples:
-  subquad show weights --attention llp,window --out weights.png
-  subquad show weights runs/mine --layer 0 --head 1 --text "def main(argv):" --out head.svg
+  {command("show", "weights", "--attention", "llp,window", "--out", "weights.png")}
+  {command("show", "weights", "runs/mine", "--layer", 0, "--head", 1, "--text", "def main(argv):", "--out", "head.svg")}
 
 `subquad show WHAT --help` lists the options.
 """
@@ -55,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     if what not in PICTURES:
         message = f"unknown picture {what!r}; {suggest(what, PICTURES)}" if what else "no picture named"
-        sys.stderr.write(f"error: {message}\nsee subquad show --help\n")
+        sys.stderr.write(f"error: {message}\nsee {command('show', '--help')}\n")
         return 2
     make_parser, draw = PICTURES[what]
     parser = make_parser()
@@ -70,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
 def _parser(what: str, description: str, *, tokens: int) -> Parser:
     """Return the options shared by the pictures of mechanisms."""
     parser = Parser(f"show {what} [RUN]", description)
-    parser.prog = f"subquad show {what}"
+    parser.prog = command("show", what)
     parser.add_optional("run", RUN_HELP)
     parser.add_optional("--attention", "Mechanisms, such as llp,window. null: all that this picture can show.")
     parser.add_options(
@@ -113,7 +114,7 @@ def _positions_parser() -> Parser:
 
 def _cost_parser() -> Parser:
     parser = Parser("show cost", "Draw the FLOPs and the bytes of state of one layer per mechanism, by length.")
-    parser.prog = "subquad show cost"
+    parser.prog = command("show", "cost")
     parser.add_optional("--attention", "Mechanisms, such as llp,window. null: all.")
     parser.add_options("Options of mechanisms, such as --options.llp.segment 512.")
     lengths = [2**power for power in range(8, 17)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,13 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, JustifyMethod
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from subquad.evaluation import ClassEvaluation, Evaluation, ImageEvaluation
 
+WIDTH = 160
+"""Columns of what is printed to no terminal; a table whose rows need more has more."""
+TEXT = 30
+"""Fewest columns of text that is wrapped, as long as other columns can be left out."""
 _THOUSANDS = ("", " k", " M", " G", " T", " P", " E")
 _KIBIS = (" B", " KiB", " MiB", " GiB", " TiB", " PiB")
 
@@ -48,27 +55,76 @@ def has_width() -> bool:
     return sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
 
 
-def console(width: int = 200) -> Console:
+def console(width: int = WIDTH) -> Console:
     """Return a console as wide as the terminal or COLUMNS, else `width`, so that rows aren't wrapped."""
     return Console() if has_width() else Console(width=width)
 
 
-def print_table(title: str, headers: Sequence[str], lines: Sequence[Sequence[str]], *, markdown: bool) -> None:
-    """Print a table, first column left-aligned, others right-aligned; a line with an empty first cell joins a group."""
+def print_table(
+    title: str,
+    headers: Sequence[str],
+    lines: Sequence[Sequence[str | Text]],
+    *,
+    markdown: bool = False,
+    spare: Sequence[str] = (),
+    elsewhere: str = "",
+    text: str | None = None,
+    justify: JustifyMethod = "right",
+) -> None:
+    """Print a table, first column left-aligned, others by `justify`; a line with an empty first cell joins a group.
+
+    Only the column `text` is wrapped. Where a terminal is too narrow for that, headers are wrapped, then the columns
+    `spare` are left out in turn, and a line says which, and that a wider terminal shows them; `elsewhere` ends it.
+    """
     if markdown:
         rules = [":---", *("---:" for _ in headers[1:])]
-        text = "\n".join(f"| {' | '.join(line)} |" for line in (headers, rules, *lines))
-        sys.stdout.write(f"*{title}*\n\n{text}\n\n")
+        written = "\n".join(f"| {' | '.join(map(str, line))} |" for line in (headers, rules, *lines))
+        sys.stdout.write(f"*{title}*\n\n{written}\n\n")
         return
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
-    grouped = not all(line[0] for line in lines)
-    for i, header in enumerate(headers):
-        table.add_column(header, justify="right" if i else "left", no_wrap=not i)
-    for number, line in enumerate(lines):
-        if grouped and number and line[0]:
-            table.add_section()
-        table.add_row(*(Text(cell) for cell in line))
-    console().print(table)
+    endless, out, left_out = Console(width=1000), console(), 0
+    widths = [max((_width(str(line[i])) for line in lines), default=0) for i in range(len(headers))]
+
+    def made(*, wrapped: bool, whole: bool = True) -> Table:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, title_justify="left", title_style="bold")
+        table.title = Text(title) if title else None
+        kept = [i for i, header in enumerate(headers) if header not in spare[:left_out]]
+        for i in kept:
+            header, wraps = headers[i], headers[i] == text
+            if wrapped:
+                header = textwrap.fill(header, max(widths[i], *map(len, header.split()), 1), break_long_words=False)
+            needed = max(widths[i], _width(header))
+            needed = min(needed, TEXT) if wraps else needed
+            table.add_column(
+                header,
+                justify="left" if wraps or not i else justify,
+                no_wrap=whole and not wraps,
+                min_width=needed if whole else None,
+                overflow="fold",
+            )
+        grouped = not all(line[0] for line in lines)
+        for number, line in enumerate(lines):
+            if grouped and number and line[0]:
+                table.add_section()
+            table.add_row(*(cell if isinstance(cell := line[i], Text) else Text(cell) for i in kept))
+        return table
+
+    def fits(table: Table) -> bool:
+        return Measurement.get(endless, endless.options, table).minimum <= out.width
+
+    table = made(wrapped=False)
+    if not has_width():
+        out = console(max(out.width, Measurement.get(endless, endless.options, table).minimum))
+    elif not fits(table):
+        while not fits(table := made(wrapped=True)) and left_out < len(spare):
+            left_out += 1
+        table = table if fits(table) else made(wrapped=True, whole=False)
+    out.print(table)
+    if left_out:
+        out.print(Text(f"Left out: {'; '.join(spare[:left_out])}. See them in a wider terminal{elsewhere}."))
+
+
+def _width(cell: str) -> int:
+    return max(map(cell_len, cell.split("\n")))
 
 
 def write_csv(path: str, records: Sequence[Mapping[str, Any]]) -> None:
@@ -165,7 +221,9 @@ def counter(unit: str = "") -> Iterator[Callable[[str, int, int], None] | None]:
     if not shown.is_terminal:
         yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
+    bar_column = BarColumn(bar_width=None, table_column=Column(max_width=40))  # what the texts leave of the line
+    numbers = MofNCompleteColumn(table_column=Column(no_wrap=True))
+    columns = (TextColumn("{task.description}"), bar_column, numbers, TextColumn(unit))
     with Progress(*columns, TimeRemainingColumn(), console=shown, redirect_stdout=False) as bar:
         bars: dict[str, TaskID] = {}
 

@@ -65,6 +65,14 @@ class Corpus:
             raise ValueError(f"{self.folder} holds token shards without their text; decode them with the tokenizer")
         return (self.folder / "held_out.txt").read_bytes()
 
+    def train_text(self, most: int) -> bytes:
+        """Return the end of the training text, at most about `most` bytes; `ValueError` for a set, which has none."""
+        if isinstance(self.train, TokenSet):
+            raise ValueError(f"{self.folder} holds token shards without their text; decode them with the tokenizer")
+        tokens = max(1, round(most * len(self.train) / max(1, self.train.text_bytes)))
+        text: str = self.tokenizer.decode(self.train.tokens[-tokens:].tolist())
+        return text.encode()
+
 
 def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
     """Read, split, tokenize and store the corpus that `config` describes, or open it if it is stored already.

@@ -24,6 +24,7 @@ from subquad.config import suggest
 from subquad.data.files import check_path
 from subquad.data.packed import BAD_ZIP, DAMAGE, check_zip, most, too_much, unpack, unpack_any
 from subquad.data.texts import BadTextError, check_text, rows_of
+from subquad.program import install
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ HUB_SECONDS = 10.0
 """Longest wait for the Hugging Face Hub to answer at all."""
 TAR_MARK = slice(257, 262)
 """Place of a tar archive's magic bytes; OpenWebText's archives are named .xz, so names are not enough."""
+COMPRESSED, COMPRESSION = (".gz", ".xz", ".bz2", ".tgz", ".txz", ".zip", ".parquet"), 3
+"""Endings of compressed files, and how many bytes of text one of theirs holds, roughly."""
 _DAMAGE = (*DAMAGE, *BAD_ZIP, tarfile.TarError)
 
 
@@ -75,6 +78,10 @@ class Source(Protocol):
         """Return a hash of all names and contents."""
         ...
 
+    def size(self) -> int:
+        """Return roughly the bytes of text, without reading them."""
+        ...
+
     def documents(self) -> Iterator[Document]:
         """Yield the documents; raise `BadTextError` at the first that is not text."""
         ...
@@ -102,6 +109,11 @@ def open_source(path: str, *, skip_bad_files: bool = False) -> Source:
         raise FileNotFoundError(f"the glob {path!r} matches no file")
     root = Path(os.path.commonpath([file.parent for file in files]))
     return FileSource(path, root, _once(files, root), skip_bad_files)
+
+
+def text_size(path: str) -> int:
+    """Return roughly the bytes of the text at `path`, or of a folder of token shards, without reading it."""
+    return open_source(path, skip_bad_files=True).size()
 
 
 def check_source(path: str) -> None:
@@ -169,6 +181,11 @@ class FileSource:
             self.hashes[name] = content.hexdigest()
         return total.hexdigest()
 
+    def size(self) -> int:
+        """Return the sum of the files' sizes, of which compressed ones count `COMPRESSION` times."""
+        sizes = ((name, file.stat().st_size) for name, file in self.files.items())
+        return sum(size * (COMPRESSION if name.endswith(COMPRESSED) else 1) for name, size in sizes)
+
     def documents(self) -> Iterator[Document]:
         """Yield each file's documents, in order of their names.
 
@@ -220,6 +237,11 @@ class DatasetSource:
             _add(total, "", hashlib.sha256((text or "").encode()).digest())
         return total.hexdigest()
 
+    def size(self) -> int:
+        """Return the number of rows times the mean bytes of the first thousand."""
+        first = self.rows[:1000][self.column]
+        return len(self.rows) * sum(len((text or "").encode()) for text in first) // max(1, len(first))
+
     def documents(self) -> Iterator[Document]:
         """Yield the rows with text; raise `BadTextError`, or warn with `skip_bad_files`, at a row with a NUL."""
         texts = ((row or "").encode() for row in self.rows[self.column])
@@ -235,7 +257,7 @@ def hub_dataset(asked: str, *arguments: Any, **options: Any) -> Any:
         import datasets
     except ImportError as error:
         raise ImportError(
-            f"{asked!r} needs the package datasets, which is not installed: pip install 'subquad[datasets]'"
+            f"{asked!r} needs the package datasets, which is not installed: {install('subquad[datasets]')}"
         ) from error
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled

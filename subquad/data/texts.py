@@ -10,6 +10,7 @@ from pathlib import Path
 
 from subquad.data.packed import PACKED
 from subquad.parsing import parse_json
+from subquad.program import install
 
 COLUMN = "text"
 """The column of a table that holds its documents."""
@@ -75,7 +76,8 @@ def rows_of(name: str, content: bytes, where: str, folder: Path) -> list[bytes] 
     ending = ending.with_suffix("") if ending.suffix in PACKED else ending
     other = f"hf:{folder.absolute()}"
     if ending.suffix == ".parquet":
-        raise BadTextError(f"{where} is a parquet table: give its folder as {other} (pip install 'subquad[datasets]')")
+        how = install("subquad[datasets]")
+        raise BadTextError(f"{where} is a parquet table: give its folder as {other} ({how})")
     if ending.suffix == ".zst":
         raise BadTextError(f"{where} is packed by zstd, which is not read: unpack it with zstd -d")
     if ending.suffix not in _READERS:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from subquad.attention import Cost
 from subquad.models.costs import Measured
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ PANEL = 2.0
 """Width of a panel in inches; many in a row are smaller."""
 LARGEST = 0.5
 """Weight at the top of the colour scale."""
+SMALLEST = 1e-30
+"""Weight at the bottom of the colour scale: a token that is not read at all lies below."""
+TICKS = (0.0, 0.02, 0.1, 0.25, LARGEST)
 
 
 class Style(NamedTuple):
@@ -222,12 +226,18 @@ def draw_weights(grid: Sequence[Sequence[Panel]], *, title: str, tokens: Sequenc
     inches = 6.5 if single else _panel_inches(columns)
     figure = new_figure(inches * columns + 1.3, (inches + 0.3) * len(grid) + 0.8)
     shown = [[hide_future(_scaled(panel)) for panel in line] for line in grid]
-    images = panels(figure, shown, PowerNorm(0.4, 1e-30, LARGEST), palette(), title=title, white="not read")
-    bar = figure.colorbar(
-        images[0], ax=figure.axes, fraction=0.05, aspect=30, pad=0.01, ticks=[0.02, 0.1, 0.25, 0.5], extend="max"
-    )
-    relative = any(panel.title.endswith("*") for line in shown for panel in line)
-    bar.set_label("weight" + ("   (*: |weight| / largest |weight|, halved)" if relative else ""), fontsize=9)
+    images = panels(figure, shown, PowerNorm(0.4, SMALLEST, LARGEST), palette(), title=title, white="not read")
+    starred = {panel.title.endswith("*") for line in shown for panel in line}
+    bar = figure.colorbar(images[0], ax=figure.axes, fraction=0.05, aspect=30, pad=0.01)
+    words = []
+    for weight in TICKS:
+        size = f"{weight:g}" + (" or more" if weight == LARGEST else "")
+        share = f"{weight / LARGEST:g}"
+        words.append(size if starred == {False} else share if starred == {True} else f"{size} (*: {share})")
+    bar.set_ticks([max(weight, SMALLEST) for weight in TICKS], labels=words, fontsize=8)
+    share = "|weight| as a share of the panel's largest"
+    label = "weight" if starred == {False} else share if starred == {True} else f"weight (*: {share})"
+    bar.set_label(label, fontsize=9)
     if single and tokens:
         panel = shown[0][0]
         named = [tokens[int(key)] if key.isdigit() else key for key in panel.keys] or tokens
@@ -295,26 +305,41 @@ def draw_positions(grid: Sequence[Sequence[Panel]], *, title: str) -> Figure:
 
 
 def draw_cost(measured: Sequence[Measured], *, title: str) -> Figure:
-    """Draw forward FLOPs without projections and bytes of state by sequence length, on logarithmic axes."""
-    figure = new_figure(8.2, 8.2)
-    figure.suptitle(title, fontsize=11)
-    above, below = figure.subplots(2, 1, sharex=True)
-    lengths = sorted({entry.cost.tokens for entry in measured})
-    flops: dict[str, list[float]] = {}
-    state: dict[str, list[float]] = {}
+    """Draw a row for each mechanism: forward FLOPs of mixing per token, without projections, and bytes of state.
+
+    A row joins the values of all lengths, on a logarithmic scale, and is coloured if the last two differ.
+    """
+    rows: dict[str, list[Cost]] = {}
     for entry in sorted(measured, key=lambda entry: entry.cost.tokens):
         label = entry.name if entry.kind == "causal" else f"{entry.name} ({entry.kind})"
-        flops.setdefault(label, []).append(entry.cost.mixing_flops)
-        if entry.kind == "causal":
-            state.setdefault(entry.name, []).append(entry.cost.state_bytes)
-    lines(above, lengths, flops, list(flops))
-    above.set_ylabel("FLOPs of mixing tokens, forward pass", fontsize=9)
-    lines(below, lengths, state, list(flops))
-    below.set_ylabel("state in decoding (bytes)", fontsize=9)
-    for axis in (above, below):
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
-        axis.tick_params(labelsize=9)
-    below.set_xlabel("sequence length (tokens)", fontsize=9)
+        rows.setdefault(label, []).append(entry.cost)
+    named = sorted(rows, key=lambda label: rows[label][-1].mixing_flops)
+    figure = new_figure(9.5, 0.24 * len(named) + 2.0)
+    figure.suptitle(title, fontsize=11)
+    left, right = figure.subplots(1, 2, sharey=True)
+    level, growing, hollow = COLOURS[5], COLOURS[4], "#ffffff"
+    for axis, what in ((left, "mixing FLOPs per token, forward pass"), (right, "state in decoding (bytes)")):
+        for place, label in enumerate(named):
+            x = [cost.mixing_flops / cost.tokens if axis is left else cost.state_bytes for cost in rows[label]]
+            if not x[-1]:
+                axis.annotate("none", (0.02, place), xycoords=("axes fraction", "data"), va="center", fontsize=8)
+                continue
+            colour = growing if x[-1] > 1.05 * x[max(0, len(x) - 2)] else level
+            axis.plot(x, [place] * len(x), color=colour, linewidth=1.5, marker="|", markersize=5)
+            axis.plot(x[0], place, "o", color=colour, markersize=7, markerfacecolor=hollow)
+            axis.plot(x[-1], place, "o", color=colour, markersize=5)
+        axis.set_xscale("log")
+        axis.set_xlabel(what, fontsize=9)
+        axis.grid(alpha=0.3)
+        axis.tick_params(labelsize=8)
+    left.set_yticks(range(len(named)), named, fontsize=8)
+    shortest, longest = (f"{rows[named[0]][i].tokens:,} tokens" for i in (0, -1))
+    marks: dict[str, dict[str, Any]] = {
+        shortest: {"color": "black", "marker": "o", "markersize": 7, "markerfacecolor": hollow},
+        longest: {"color": "black", "marker": "o", "markersize": 5},
+        "level at the end": {"color": level},
+        "growing with the length": {"color": growing},
+    }
+    handles = [left.plot([], [], label=label, **mark)[0] for label, mark in marks.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure

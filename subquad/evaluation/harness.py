@@ -27,6 +27,7 @@ from subquad.data.special_tokens import separator_id
 from subquad.data.tokenizers import check_vocabulary
 from subquad.hf import SubquadForCausalLM
 from subquad.models import Decoder
+from subquad.program import install
 from subquad.version import __version__
 
 try:
@@ -36,7 +37,8 @@ try:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 except ImportError as error:
-    raise ImportError("tasks need lm-evaluation-harness, which is not installed: pip install subquad[eval]") from error
+    how = install("subquad[eval]")
+    raise ImportError(f"tasks need lm-evaluation-harness, which is not installed: {how}") from error
 
 logger = logging.getLogger(__name__)
 

@@ -27,6 +27,7 @@ from subquad.hf.image import SubquadForImages
 from subquad.hf.loading import CONFIG, StrictModel, check_sizes, naming, read_config, renamed
 from subquad.hf.model import SubquadForCausalLM
 from subquad.parsing import check_keys, read_json_mapping
+from subquad.program import command, install
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -90,7 +91,8 @@ class Base:
         if not there:
             raise FileNotFoundError(
                 f"{adapter} is an adapter of the model in {self.path}, which is not there (it was {self.absolute}); "
-                f"put it back, or merge with the base where it is: subquad lora merge {adapter} --base FOLDER --out NEW"
+                "put it back, or merge with the base where it is: "
+                + command("lora", "merge", adapter, "--base", "FOLDER", "--out", "NEW")
             )
         for place in there[:-1]:  # another project may have a model at the same relative path
             if weights_digest(place) == self.weights:
@@ -168,7 +170,7 @@ def require_peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ImportError("LoRA needs PEFT: pip install 'subquad[peft]'") from error
+        raise ImportError(f"LoRA needs PEFT: {install('subquad[peft]')}") from error
     return peft
 
 
@@ -179,13 +181,18 @@ def is_extension(folder: str | Path) -> bool:
     return not isinstance(read_config(folder), SubquadConfig)
 
 
+def merging(folder: str | Path) -> str:
+    """Return the command that merges the adapter in `folder` into its base."""
+    return command("lora", "merge", folder, "--out", f"{Path(folder)}-merged")
+
+
 def base_config(folder: str | Path) -> SubquadConfig:
     """Return the configuration of the model in `folder`; errors say what else the folder holds."""
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}; lora.base is the folder of a run")
     if is_adapter(folder):
-        raise ValueError(f"{folder} holds an adapter, no model of its own: merge it first (subquad lora merge)")
+        raise ValueError(f"{folder} holds an adapter, no model of its own: merge it with: {merging(folder)}")
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder} holds no config.json, so no trained model; lora.base is the folder of a run")
     config = read_config(folder)

@@ -181,7 +181,7 @@ def build_mechanisms(
     if config.position == "rope" and not rotated:
         raise ValueError(
             f"position='rope' needs a layer that rotates queries and keys, and {listed} does not; "
-            "choose sinusoidal, learned or none"
+            "choose auto, sinusoidal, learned or none (--model.position auto)"
         )
     if config.num_kv_heads is not None and not any("num_kv_heads" in cls.option_names() for cls in chosen.values()):
         raise ValueError(f"num_kv_heads={config.num_kv_heads} has no effect: {listed} has no such option; leave it out")

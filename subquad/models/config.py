@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self, get_args, get_type_hints
 
+from subquad.attention.base import Attention
 from subquad.config import Config, check_positive, later, suggest
 from subquad.layers.scaling import RopeScaling
 
@@ -30,8 +31,9 @@ class DecoderConfig(Config):
     """Mechanism of every layer, or a list of names that repeats to fill the layers (a hybrid)."""
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Options of mechanisms by name, as in {llp: {segment: 256}}; `subquad list NAME` shows them."""
-    position: Literal["rope", "sinusoidal", "learned", "none"] = "rope"
-    """Positions: rotary in mechanisms that support it, sines or a learned table added to the embeddings, or none."""
+    position: Literal["auto", "rope", "sinusoidal", "learned", "none"] = "auto"
+    """Positions: rotary in mechanisms that support it, sines or a learned table added to the embeddings, or none. auto
+    is what suits the mechanisms: rope if one rotates, else none if one sees the order by itself, else sinusoidal."""
     max_positions: int = 1024
     """Longest sequence for position=learned: the rows of its table."""
     rope_base: float = 10000.0
@@ -101,6 +103,8 @@ class DecoderConfig(Config):
     """Add a learned bias, zero at first, to the logits of the head, tied or not (before a look-up)."""
 
     def __post_init__(self) -> None:
+        if self.position == "auto":
+            object.__setattr__(self, "position", self._suitable_position())
         self.check_least(vocab_size=1, dim=1, num_layers=1, num_heads=1, max_positions=1, loops=1)
         for name in ("head_dim", "ff_dim"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
@@ -156,6 +160,14 @@ class DecoderConfig(Config):
         for name in names:
             if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
                 raise ValueError(f"{name}={value} has no meaning for {owner}; leave it out")
+
+    def _suitable_position(self) -> str:
+        """Return the positions that suit the mechanisms."""
+        known = [Attention.registry[name] for name in self.mechanisms if name in Attention.registry]
+        rotates = any(kind.rotates for kind in known)
+        if rotates or "perceiver_ar" in self.mechanisms:
+            return "rope"
+        return "none" if any(kind.sees_order for kind in known) else "sinusoidal"
 
     @property
     def branches(self) -> int:

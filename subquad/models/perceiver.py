@@ -228,7 +228,7 @@ class PerceiverEncoder(nn.Module):
         if config.position == "rope":
             raise ValueError(
                 f"position='rope' needs a layer that rotates queries and keys, and {config.attention} does not; "
-                "choose sinusoidal, learned or none"
+                "choose auto, sinusoidal, learned or none (--model.position auto)"
             )
         if config.causal:
             raise ValueError(f"{config.attention} reads whole sequences and has no causal form; set causal=false")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from subquad.config import suggest
+from subquad.program import install
 from subquad.tracing import beyond_backward
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ def choose(
     if backend not in available:
         raise ValueError(f"{op} has no backend {backend!r} here; it has {', '.join(available)}")
     if backend == "triton" and not HAS_TRITON:
-        raise ValueError(f"backend 'triton' of {op} needs the package triton: pip install 'subquad[triton]'")
+        raise ValueError(f"backend 'triton' of {op} needs the package triton: {install('subquad[triton]')}")
     if beyond and backend != "reference":
         raise NotImplementedError(
             f"backend {backend!r} of {op} has no forward-mode derivative, and none by torch.func.grad; "

@@ -16,6 +16,7 @@ from subquad.attention import Attention, build
 from subquad.attention.base import LAWS
 from subquad.ops import flops
 from subquad.ops.backends import use_backend
+from subquad.program import install
 from subquad.state import State
 from subquad.testing.tools import (
     LINEAR_GROWTH,
@@ -36,7 +37,7 @@ try:
     from hypothesis import HealthCheck, given, settings
     from hypothesis import strategies as st
 except ImportError as error:
-    raise ImportError(f'AttentionContract needs {error.name}: pip install "subquad[testing]"') from error
+    raise ImportError(f"AttentionContract needs {error.name}: {install('subquad[testing]')}") from error
 
 # All subclasses share one test body, whose inputs don't depend on the subclass that runs it.
 INHERITED = [HealthCheck.differing_executors]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from subquad.config import Config, check_positive, later
 from subquad.data.config import DataConfig, ImageConfig, LabelledConfig, ProbeConfig
@@ -23,6 +23,7 @@ TASK_GROUPS = {
     "probe": ("probe",),
 }
 """Groups of settings that only some tasks use."""
+Trained = TypeVar("Trained", bound=Config)
 FIRST_PHASES = ("pretrain",)
 """Tasks that are normally the first phase of another; to run one alone, pretrain.kind must be set."""
 
@@ -78,24 +79,26 @@ class RunConfig(Config):
 
     folder: str = "runs/default"
     """Folder for the configuration, metrics, checkpoints, samples and final model."""
-    steps: int = 1000
-    """Optimizer steps in total."""
+    steps: int | None = None
+    """Optimizer steps in total (None: as many as `minutes` takes)."""
+    minutes: float = 5.0
+    """Minutes to train, evaluations included; not used if `steps` is given. The speed of the first steps fixes the
+    number of steps, which `config.yaml` keeps: a resumed run has the same."""
     seed: int = 0
     """Seed of the initial weights, the data order and dropout."""
     resume: Literal["auto", "must", "never"] = "auto"
     """auto: resume from the newest complete checkpoint, if any; must: fail without one; never: fail if there is one."""
     log_every: int = 10
     """Steps between metrics records."""
-    eval_every: int = 100
-    """Steps between evaluations on held-out windows; the last step is always evaluated (0: no evaluations)."""
+    eval_every: int | None = None
+    """Steps between evaluations on held-out windows; the last step is always evaluated (0: no evaluations; None: a
+    tenth of all steps, from 10 to 100)."""
     eval_windows: int = 32
     """Held-out windows per evaluation, evenly spread."""
     save_every: int = 100
     """Steps between checkpoints; the best held-out loss and the last step are always saved."""
     keep: int = 2
     """Newest checkpoints to keep besides the best one."""
-    max_minutes: float | None = None
-    """Save and stop after this many minutes of training (None: no limit)."""
     precision: Literal["auto", "bf16", "float32"] = "auto"
     """bf16: bfloat16 autocast over float32 weights; auto: bf16 if the hardware multiplies it fast, else float32."""
     device: Literal["auto", "cpu"] = "auto"
@@ -110,21 +113,35 @@ class RunConfig(Config):
     """CPU threads of PyTorch (None: its default). Bitwise reproduction needs the same number."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = later(("tensorboard",))
     """Trackers that also get the metrics; wandb and mlflow must be installed."""
-    prompt: str = "import "
-    """Prompt of the samples at the end."""
+    weights: Literal["last", "best"] = "last"
+    """Weights of the final model: the last step's, or those with the lowest held-out loss in training. best: a language
+    model is chosen by the first half of the held-out text and reported on the second (with data.pack=stream)."""
+    prompt: str | None = None
+    """Prompt of the samples at the end (None: the beginning of the held-out text)."""
     sample_tokens: int = 200
     """Tokens per sample."""
     sample_temperature: float = 0.8
     """Temperature of the sampled texts; one sample is always greedy."""
 
+    def evaluation_interval(self, steps: int) -> int:
+        """Return the steps between evaluations of a run of `steps` steps (0: no evaluations)."""
+        return max(10, min(100, steps // 10)) if self.eval_every is None else self.eval_every
+
     def __post_init__(self) -> None:
         self.check_least("run", steps=1, log_every=1, save_every=1, keep=1, eval_windows=1, nonfinite_limit=1)
         self.check_least("run", threads=1, eval_every=0, sample_tokens=0, seed=0)
-        check_positive("run.", sample_temperature=self.sample_temperature, max_minutes=self.max_minutes)
+        check_positive("run.", sample_temperature=self.sample_temperature, minutes=self.minutes)
         if not self.folder:
             raise ValueError("run.folder must name a folder, got ''")
-        if not self.prompt:
+        if self.prompt == "":
             raise ValueError("run.prompt must not be empty, got ''")
+
+
+def with_steps(config: Trained, steps: int | None) -> Trained:
+    """Return a training's configuration with the number of steps, and with a warm-up that ends within them."""
+    groups: Any = config
+    schedule = groups.schedule if steps is None else groups.schedule.within(steps)
+    return config.replace(run=groups.run.replace(steps=steps), schedule=schedule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +177,7 @@ class PretrainConfig(Config):
     kind: Literal["none", "denoise", "causal"] = "none"
     """denoise: predict hidden tokens; causal: predict the next token with the mechanism's causal form; none: skip."""
     steps: int = 1000
-    """Optimizer steps of the first phase; its warm-up is schedule.warmup, but at most a tenth of them."""
+    """Optimizer steps of the first phase, before those of `run`; its warm-up is at most a tenth of them."""
     lr: float | None = None
     """Peak learning rate of the first phase (None: optimizer.lr)."""
     mask_fraction: float = 0.15
@@ -288,8 +305,9 @@ class TrainConfig(Config):
                 "position=learned; raise model.max_positions, shorten the windows, or choose position rope, sinusoidal "
                 "or none"
             )
-        if self.schedule.warmup >= self.run.steps:
-            raise ValueError(f"schedule.warmup must be below run.steps={self.run.steps}, got {self.schedule.warmup}")
+        self.schedule.check_steps(self.run.steps)
+        if self.run.weights == "best" and self.reads_text and self.data.pack != "stream":
+            raise ValueError(f"run.weights=best needs data.pack=stream, got {self.data.pack}: set run.weights=last")
         own = self.groups
         for group in ("data", "classify", "pretrain", "image", "probe"):
             if group not in own:

@@ -10,7 +10,6 @@ import logging
 import math
 import signal
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -27,11 +26,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from subquad.attention import after_step
 from subquad.memory import is_out_of_memory
+from subquad.training import checkpoint
+from subquad.training.config import with_steps
 from subquad.training.errors import NonFiniteError
 from subquad.training.memory import give_back
 from subquad.training.optimizers import build_optimizer
 from subquad.training.processes import Processes, now_at
-from subquad.training.progress import Bar, Meter, Metrics
+from subquad.training.progress import Bar, Meter, Metrics, Pace, tell
 from subquad.training.reading import DealtBatches, HeldOutBatches, NumberedWindows, RunOrder, naming
 from subquad.training.saving import CHECKPOINTS, Checkpoints, ShardedCheckpoints, Standing
 from subquad.training.task import Batch, Task, count_items
@@ -77,7 +78,7 @@ class Loop:
             self.spread = self.accelerator.prepare(self.model)
         self.sharing: Callable[[], AbstractContextManager[Any]] = processes.sharing_windows()
         self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.scheduler = LambdaLR(self.optimizer, lambda step: config.schedule.factor(step, config.run.steps))
+        self.scheduler = LambdaLR(self.optimizer, lambda step: self.config.schedule.factor(step, self.steps))
         self.standing = Standing()
         kind = ShardedCheckpoints if self.sharded else Checkpoints
         self.checkpoints = kind(
@@ -88,28 +89,32 @@ class Loop:
         self.meter = Meter(config.step_tokens * processes.data_ranks)
         windows_a_step = config.batch.size * config.batch.accumulation * processes.data_ranks
         self.metrics = Metrics(folder, self.meter, task.count, windows_a_step, config.run.trackers)
-        self.bar = Bar(console if processes.first else None, self.meter, config.run.steps, shown=processes.first)
+        self.console = console
+        self.pace = Pace(config.run.minutes, 0)
+        self.bar = Bar(console if processes.first else None, self.meter, self.steps, shown=processes.first)
         self.loss_sum = torch.tensor(0.0, device=self.device)
         """Sum of the losses of the `loss_steps` steps since the last report."""
         self.loss_steps = 0
         self.step_windows: list[int] = []
         self.step_losses: list[Tensor] = []
-        self.interrupted = self.out_of_time = False
+        self.interrupted = False
 
     def run(self, start: Path | None) -> None:
-        """Train from the checkpoint `start`, or from scratch if None, to the last step, a signal or the time limit."""
+        """Train from the checkpoint `start`, or from scratch if None, to the last step or a signal."""
         run = self.config.run
         if start is not None:
             self.standing = self.checkpoints.load(start)
         if self.processes.first:
             self.metrics.begin(self.standing.step)
+            self.announce()
         self.bar.begin(self.standing.step)
         self.spread.train()
-        began = time.monotonic()
+        self.pace = Pace(run.minutes, self.standing.step)
         try:
             with StopSignal() as stop, naming(self.windows, self.config.data.worker_timeout):
-                batches = iter(self.train_batches()) if self.standing.step < run.steps else iter(())
-                while self.standing.step < run.steps:
+                ended = self.steps is not None and self.standing.step >= self.steps
+                batches = iter(()) if ended else iter(self.train_batches())
+                while not ended:
                     parts: list[Batch] = [next(batches) for _ in range(self.config.batch.accumulation)]
                     if start is not None:  # after the first batch, because starting a loader draws a random number
                         self.checkpoints.load_random_numbers(start, self.standing.step)
@@ -119,18 +124,14 @@ class Loop:
                     self.meter.stop()
                     self.after_step()
 
-                    step, last = self.standing.step, self.standing.step >= run.steps
-                    late = run.max_minutes is not None and time.monotonic() - began >= 60 * run.max_minutes and not last
-                    self.interrupted, self.out_of_time = self.processes.any_of(stop.received, late)
-                    ends = last or self.interrupted or self.out_of_time
-                    saves = ends or step % run.save_every == 0
+                    step = self.standing.step
+                    last = step == self.steps
+                    [self.interrupted] = self.processes.any_of(stop.received)
+                    ended = last or self.interrupted
+                    saves = ended or step % run.save_every == 0
+                    every = 0 if self.steps is None else run.evaluation_interval(self.steps)
                     # An interrupted run should end soon: the resumed run makes up for its evaluation.
-                    evaluates = run.eval_every > 0 and (
-                        last or self.out_of_time or (step % run.eval_every == 0 and not self.interrupted)
-                    )
-                    if self.out_of_time:
-                        limit = f"run.max_minutes={run.max_minutes}"
-                        logger.warning("stopping at step %d of %d: %s", step, run.steps, limit)
+                    evaluates = every > 0 and (last or (step % every == 0 and not self.interrupted))
                     self.bar.move(step)
                     # A reported loss is the mean since the last report. A report at every checkpoint keeps unfinished
                     # sums out of checkpoints.
@@ -140,16 +141,53 @@ class Loop:
                         saves |= self.is_best(self.report_evaluation())
                     if saves:
                         self.checkpoints.save(self.standing)
-                    if ends:
-                        break
         finally:
             self.bar.close()
             self.metrics.close()
 
+    @property
+    def steps(self) -> int | None:
+        """Steps in total; None until `fix_steps` knows how many fit into `run.minutes`."""
+        return self.config.run.steps
+
+    def fix_steps(self) -> None:
+        """Fix the number of steps by the first process's pace once it has measured enough, and write it down."""
+
+        def evaluating(steps: int) -> float:
+            """Return the time of the evaluations in steps: without a backward pass an item takes a third of one."""
+            interval = self.config.run.evaluation_interval(steps)
+            items = count_items(self.task.held_out) / self.metrics.windows_a_step
+            return steps / interval * items / 3 if interval else 0.0
+
+        def fix() -> int | None:
+            steps = self.pace.steps_that_fit(self.standing.step, evaluating)
+            if steps is not None:
+                self.task.write_settings(steps)
+                tell(self.console, self.extent(steps))
+            return steps
+
+        steps = self.bar.steps = self.processes.by_the_first(fix)
+        self.config = with_steps(self.config, steps)
+
+    def announce(self) -> None:
+        """Say what is trained, on how much, where and for how long."""
+        run, parameters = self.config.run, sum(parameter.numel() for parameter in self.model.parameters())
+        windows = f"{self.metrics.windows:,} windows of {self.config.batch.length:,} tokens"
+        tell(self.console, f"training {parameters:,} parameters on {windows} in {run.folder}")
+        told = f"for {run.minutes:g} minutes: the first steps show how many fit"
+        tell(self.console, told if self.steps is None else self.extent(self.steps))
+
+    def extent(self, steps: int) -> str:
+        """Return how much `steps` steps read."""
+        passes = steps * self.metrics.windows_a_step / self.metrics.windows
+        return f"{steps:,} steps of {self.meter.step_tokens:,} tokens, {passes:,.1f} passes over the data"
+
     def train_batches(self) -> DataLoader[Any]:
         """Return a loader of this process's remaining batches, from the order that all processes share."""
         batch, processes = self.config.batch, self.processes
-        total = self.config.run.steps * batch.size * batch.accumulation * processes.data_ranks
+        # No total yet: more than any run takes.
+        steps = 2**40 if self.steps is None else self.steps
+        total = steps * batch.size * batch.accumulation * processes.data_ranks
         order = RunOrder(len(self.windows), self.config.run.seed, total, self.task.together)
         dealt = DealtBatches(order, batch.size, processes.data_rank, processes.data_ranks)
         loader = self.loader(self.windows, dealt)
@@ -188,9 +226,11 @@ class Loop:
             self.leave_out(norm, sum_before)
         self.optimizer.step()
         rate = float(self.scheduler.get_last_lr()[0])
-        self.scheduler.step()
         self.model.zero_grad()
         self.standing.step += 1
+        if self.steps is None:  # before the next rate, which depends on it
+            self.fix_steps()
+        self.scheduler.step()
         return {"lr": rate, "grad_norm": norm}
 
     def count_labels(self, parts: list[Batch]) -> Tensor | None:
@@ -320,6 +360,15 @@ class Loop:
                     rows.setdefault(name, []).append(self.gather_rows(values_B, size, dealt.counts(number)))
         self.model.train()
         return self.task.measure({name: torch.cat(parts).cpu().numpy() for name, parts in rows.items()})
+
+    def load_best(self) -> None:
+        """Load the weights of the step with the lowest held-out loss, if that isn't the last step."""
+        standing = self.standing
+        if standing.best_step is None or standing.best_step == standing.step:
+            return
+        self.checkpoints.load_weights(self.checkpoints.root / checkpoint.name_of(standing.best_step))
+        if self.processes.first:
+            logger.info("the model has the weights of step %d, which has the lowest held-out loss", standing.best_step)
 
     def gather_rows(self, values_B: Tensor, size: int, counts: list[int]) -> Tensor:
         """Return the values of all processes in the order of the items, without the padding of batches to `size`."""

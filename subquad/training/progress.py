@@ -7,15 +7,17 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
 
 from subquad.config import digest
 from subquad.parsing import check_keys, parse_json, read_text
+from subquad.program import install
 from subquad.training.checkpoint import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -23,6 +25,8 @@ logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 PLAIN_LINE_SECONDS = 15.0
 """Seconds between progress lines without a terminal."""
+PACED_STEPS, PACED_PART = 5, 0.03
+"""Fewest first steps, and least part of a run's time, that the number of steps is estimated from."""
 LATER = 0.05
 """Fraction of the steps to leave out of the scale of the curves, because the first losses are many times higher."""
 
@@ -49,6 +53,31 @@ class Meter:
     def tokens_per_second(self) -> float:
         """Trained tokens per second since this process began."""
         return self.steps * self.step_tokens / self.seconds if self.seconds else 0.0
+
+
+class Pace:
+    """Tells how many steps fit into the `minutes` of a run that begins now, after `step` steps."""
+
+    def __init__(self, minutes: float, step: int) -> None:
+        self.seconds, self.first = 60 * minutes, step
+        self.began = time.monotonic()
+        self._later = math.inf
+        """When the first step ended, which takes longer than others."""
+
+    def steps_that_fit(self, step: int, evaluating: Callable[[int], float]) -> int | None:
+        """Return the steps in total, now that `step` of them are done; None while too few are for an estimate.
+
+        `evaluating(steps)` is the time of the evaluations of a run of so many steps, in times of a step.
+        """
+        now, done = time.monotonic() - self.began, step - self.first
+        if done == 1:
+            self._later = now
+        if now >= self.seconds:
+            return step
+        if done < PACED_STEPS or now < PACED_PART * self.seconds:
+            return None
+        left = int((self.seconds - now) * (done - 1) / (now - self._later))
+        return step + int(left / (1 + evaluating(step + left) / (step + left)))
 
 
 class Metrics:
@@ -113,7 +142,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raise `ValueError` for a tracker that is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise ValueError(f"run.trackers={','.join(names)}: {name} is not installed; pip install {name}")
+            raise ValueError(f"run.trackers={','.join(names)}: {name} is not installed; {install(name)}")
 
 
 def start_trackers(names: Sequence[str], folder: Path, step: int) -> list[Any]:
@@ -155,7 +184,7 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
 class Bar:
     """A progress bar with loss, tokens/s and time left; plain lines without a terminal; nothing unless `shown`."""
 
-    def __init__(self, console: Console | None, meter: Meter, steps: int, *, shown: bool = True) -> None:
+    def __init__(self, console: Console | None, meter: Meter, steps: int | None, *, shown: bool = True) -> None:
         self.console = console
         self.meter = meter
         self.steps = steps
@@ -169,7 +198,12 @@ class Bar:
         self._last_line = time.monotonic()
         if not self.shown or self.console is None or not self.console.is_terminal:
             return
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
+        columns = (
+            TextColumn("training"),
+            BarColumn(bar_width=None, table_column=Column(max_width=40)),  # what the numbers leave of the line
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[text]}"),
+        )
         self._bar = Progress(*columns, console=self.console)
         self._bar.add_task("", total=self.steps, completed=step, text="")
         self._bar.start()
@@ -177,7 +211,7 @@ class Bar:
     def move(self, step: int) -> None:
         """Move the bar to `step`."""
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, text=self._text(step))
+            self._bar.update(self._bar.task_ids[0], completed=step, total=self.steps, text=self._text(step))
 
     def report(self, step: int, values: Mapping[str, float]) -> None:
         """Show the newest `values`; without a bar, print a plain line if one is due."""
@@ -188,11 +222,7 @@ class Bar:
         if not due:
             return
         self._last_line = time.monotonic()
-        line = f"step {step}/{self.steps} {self._text(step)}"
-        if self.console is None:
-            logger.info("%s", line)
-        else:
-            self.console.print(line, highlight=False, soft_wrap=True)
+        tell(self.console, f"step {step}/{'?' if self.steps is None else self.steps} {self._text(step)}")
 
     def _text(self, step: int) -> str:
         newest, parts = self._newest, []
@@ -204,10 +234,15 @@ class Bar:
             parts.append(f"accuracy {newest['eval_accuracy']:.1%}")
         if "eval_bits_per_dim" in newest:
             parts.append(f"{newest['eval_bits_per_dim']:.4f} bits per dimension")
-        if self.meter.steps:
+        if self.meter.steps and self.steps is not None:
             left = (self.steps - step) * self.meter.seconds / self.meter.steps
-            parts.append(f"{self.meter.tokens_per_second:,.0f} tokens/s")
             parts.append(f"{int(left // 60)}:{int(left % 60):02d} left")
+        if self.meter.steps:
+            parts.append(f"{self.meter.tokens_per_second:,.0f} tokens/s")
+        if self._bar is not None:
+            room = self._bar.console.width - len(f"training 4444 {self.steps}/{self.steps} ")
+            while parts and len("  ".join(parts)) > room:
+                parts.pop()
         return "  ".join(parts)
 
     def close(self) -> None:
@@ -215,6 +250,14 @@ class Bar:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def tell(console: Console | None, text: str) -> None:
+    """Print a line of the run's progress on the console, or log it without one."""
+    if console is None:
+        logger.info("%s", text)
+    else:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def draw_curves(records: Sequence[dict[str, float]], path: Path, *, title: str, unit: str = "token") -> None:

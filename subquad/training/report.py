@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import lzma
 import platform
 import time
 from collections.abc import Sequence
@@ -17,6 +15,7 @@ from rich.table import Table
 from subquad.config import Record
 from subquad.inference import device_of, inference
 from subquad.models import Decoder
+from subquad.training.baselines import Baselines, measure_baselines
 from subquad.training.checkpoint import write_atomically
 
 STATE_AFTER = (1_000, 100_000)
@@ -42,10 +41,8 @@ class Report(Record):
 
     bits_per_byte: float
     """Bits of the model per held-out byte."""
-    gzip_bits_per_byte: float
-    """gzip, level 9, of the same bytes in one piece."""
-    xz_bits_per_byte: float
-    """xz, preset 9 extreme, of the same bytes in one piece."""
+    baselines: Baselines
+    """Compressors and n-grams that have read the same training text, at most as much of it as the model."""
     held_out_bytes: int
     files_hash: str
     """Hash of the text's file list."""
@@ -63,10 +60,9 @@ class Report(Record):
         """Return a table for the terminal."""
         table = Table(title="held-out text and cost", show_header=False)
         table.add_row("model", f"{self.bits_per_byte:.3f} bits per byte")
-        table.add_row("gzip -9", f"{self.gzip_bits_per_byte:.3f} bits per byte")
-        table.add_row("xz -9e", f"{self.xz_bits_per_byte:.3f} bits per byte")
+        for name, bits in self.baselines.named():
+            table.add_row(name, f"{bits:.3f} bits per byte")
         table.add_row("held-out text", f"{self.held_out_bytes:,} bytes, in one piece")
-        table.add_row("Python, files", f"{self.python}, {self.files_hash}")
         table.add_row("parameters, steps", f"{self.parameters:,}, {self.steps:,}")
         if self.skipped:
             table.add_row("skipped steps", f"{self.skipped:,}, not finite")
@@ -80,6 +76,7 @@ class Report(Record):
 
 def measure(
     decoder: Decoder,
+    train_text: bytes,
     held_out_text: bytes,
     held_out_tokens: Sequence[int],
     *,
@@ -90,7 +87,7 @@ def measure(
     train_tokens_per_second: float,
     skipped: int = 0,
 ) -> Report:
-    """Measure compressors, states (on repeated tokens if needed) and decoding. Raises `ValueError` without text.
+    """Measure baselines, states (on repeated tokens if needed) and decoding. Raises `ValueError` without text.
 
     So that this takes less time than the training of `tokens` tokens in `steps` steps, states are read from at most a
     quarter of the tokens, if that is more than `STATE_AFTER` begins with, and at most `steps` / 2 tokens are decoded.
@@ -101,8 +98,7 @@ def measure(
         )
     return Report(
         bits_per_byte=bits_per_byte,
-        gzip_bits_per_byte=8 * len(gzip.compress(held_out_text, 9)) / len(held_out_text),
-        xz_bits_per_byte=8 * len(lzma.compress(held_out_text, preset=9 | lzma.PRESET_EXTREME)) / len(held_out_text),
+        baselines=measure_baselines(train_text, held_out_text),
         held_out_bytes=len(held_out_text),
         files_hash=files_hash,
         python=platform.python_version(),

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-import shlex
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,16 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
+from subquad.config import read_mapping
 from subquad.memory import is_out_of_memory
 from subquad.models.stacks import options_of
+from subquad.program import command
 from subquad.training import checkpoint
-from subquad.training.config import TrainConfig
+from subquad.training.config import TrainConfig, with_steps
 from subquad.training.errors import CheckpointError
 from subquad.training.loop import Loop
-from subquad.training.processes import Processes, check_parallel, device_type, join, now_at
+from subquad.training.processes import Processes, check_parallel, device_type, join, now_at, world_size
 from subquad.training.progress import check_trackers, draw_curves, read_metrics
 from subquad.training.saving import CHECKPOINTS, begin_rng, rng_files
-from subquad.training.task import Data, Task
+from subquad.training.task import CONFIG, Data, Task
 from subquad.training.tasks import prepare_task
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CONFIG, CURVES = "config.yaml", "curves.png"
+CURVES = "curves.png"
 Prepare = Callable[[TrainConfig, Console | None], Task]
 
 
@@ -45,7 +44,7 @@ class RunResult:
 
     folder: Path
     config: TrainConfig
-    """Configuration with the data's vocabulary size, as in `config.yaml`."""
+    """Configuration with the data's vocabulary size and the number of steps, as in `config.yaml`."""
     model: SubquadForCausalLM | SubquadForImages | SubquadForPreTraining | SubquadEncoderForSequenceClassification
     """Model after the last step; with `parallel.shard` it is whole on rank 0 and sharded elsewhere."""
     corpus: Data
@@ -66,8 +65,6 @@ class RunResult:
     """Lowest held-out loss of the periodic evaluations, in nats per token."""
     interrupted: bool
     """Whether a signal ended the run early, leaving a checkpoint but no final model."""
-    out_of_time: bool
-    """Whether `run.max_minutes` ended the run early."""
     skipped: int = 0
     """Steps skipped because of a non-finite loss or gradient (`run.nonfinite=skip`)."""
 
@@ -80,8 +77,8 @@ class RunResult:
 
     @property
     def command(self) -> str:
-        """The command that resumes this run."""
-        return f"subquad train --config {shlex.quote(str(self.folder / CONFIG))}"
+        """The command that resumes this run, in as many processes."""
+        return command("train", "--config", self.folder / CONFIG, processes=world_size())
 
 
 def train(config: TrainConfig, *, console: Console | None = None, prepare: Prepare = prepare_task) -> RunResult:
@@ -109,7 +106,7 @@ def train(config: TrainConfig, *, console: Console | None = None, prepare: Prepa
 def _train(config: TrainConfig, processes: Processes, console: Console | None, prepare: Prepare) -> RunResult:
     folder = Path(config.run.folder)
     check_folder(folder)
-    new = not folder.exists()
+    new, config = not folder.exists(), with_kept_steps(config)
     root = folder / CHECKPOINTS
     now_at("the preparation of the data")
     with processes.first_alone():
@@ -125,10 +122,7 @@ def _train(config: TrainConfig, processes: Processes, console: Console | None, p
             policy = "auto"  # the checkpoint to resume from may belong to the first phase
         found = checkpoint_to_resume(root, config, policy, settings)
         root.mkdir(parents=True, exist_ok=True)
-        # Written atomically, so that a crash can't damage the files that a resume needs.
-        draft = folder / ".draft.yaml"
-        (task.settings or task.config).to_file(draft)
-        os.replace(draft, folder / CONFIG)
+        task.write_settings(task.config.run.steps)
         for name, content in task.files.items():
             checkpoint.write_atomically(folder / name, content)
         if found is not None:
@@ -143,7 +137,7 @@ def _train(config: TrainConfig, processes: Processes, console: Console | None, p
             return stopped
     try:
         with _threads(config.run.threads):
-            return replace(_run(task, processes, settings, start, console), config=config)
+            return _run(task, processes, settings, start, console)
     except (RuntimeError, MemoryError) as error:
         # Only what this run has made: sizes that don't fit are no run to go on with.
         if new and processes.first and is_out_of_memory(error) and not checkpoint.listing(root):
@@ -151,12 +145,26 @@ def _train(config: TrainConfig, processes: Processes, console: Console | None, p
         raise
 
 
+def with_kept_steps(config: TrainConfig) -> TrainConfig:
+    """Return `config` with the steps that fitted into the minutes of the run in its folder, if `steps` is not given.
+
+    A run that is to take other minutes than before gets other steps in proportion.
+    """
+    run, file = config.run, Path(config.run.folder) / CONFIG
+    if run.steps is not None or run.resume == "never" or not file.is_file():
+        return config
+    kept = read_mapping(file).get("run") or {}
+    steps, minutes = kept.get("steps"), kept.get("minutes", run.minutes)
+    return config if steps is None else with_steps(config, max(1, round(steps * run.minutes / minutes)))
+
+
 def _pretrain(
     task: Task, first: TrainConfig, processes: Processes, console: Console | None
 ) -> tuple[Task, RunResult | None]:
     """Run or resume the first phase: return the task that starts from it, or `task` and its result if it stopped."""
-    config, began = task.config, time.monotonic()
+    config = task.config
     made = _newest_step(first)
+    assert first.run.steps is not None  # pretrain.steps
     if made > first.run.steps:
         raise CheckpointError(
             f"{Path(first.run.folder) / CHECKPOINTS / checkpoint.name_of(made)} is at step {made} of the first phase, "
@@ -168,9 +176,6 @@ def _pretrain(
     if result.steps < first.run.steps:
         folder = Path(config.run.folder)
         return task, replace(result, folder=folder, config=config, steps=0, tokens=0, interrupted=True)
-    if config.run.max_minutes is not None:
-        left = max(config.run.max_minutes - (time.monotonic() - began) / 60, 1e-3)
-        task = replace(task, config=config.replace(run=config.run.replace(max_minutes=left)))
     return task.begun_with(result.model), None
 
 
@@ -192,6 +197,8 @@ def _run(
     begin_rng(config.run.seed, processes.rank)
     loop = Loop(task, model, processes, settings, console)
     loop.run(start)
+    if config.run.weights == "best" and not loop.interrupted:
+        loop.load_best()
     now_at("the end of the run")
     if processes.first and (records := read_metrics(folder)):
         title = f"{folder.name}: {config.model.attention}"
@@ -201,7 +208,7 @@ def _run(
     standing, meter = loop.standing, loop.meter
     return RunResult(
         folder=folder,
-        config=config,
+        config=loop.config,
         model=_plain_model(loop),
         corpus=task.data,
         steps=standing.step,
@@ -212,7 +219,6 @@ def _run(
         best_step=standing.best_step,
         best_loss=standing.best_loss,
         interrupted=loop.interrupted,
-        out_of_time=loop.out_of_time,
         skipped=standing.skipped,
     )
 
@@ -311,7 +317,7 @@ def checkpoint_to_resume(root: Path, config: TrainConfig, policy: str, settings:
         checkpoint.check_settings(manifest, settings)
     except CheckpointError as error:
         raise CheckpointError(f"{found}: {error}") from error
-    if manifest["step"] > config.run.steps:
+    if config.run.steps is not None and manifest["step"] > config.run.steps:
         raise CheckpointError(
             f"{found} is at step {manifest['step']}, past run.steps={config.run.steps}; raise run.steps or choose "
             "another run.folder"

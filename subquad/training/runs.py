@@ -26,6 +26,7 @@ from subquad.hf.lora import is_adapter, is_extension
 from subquad.models import Decoder
 from subquad.models.image import ImageModel
 from subquad.parsing import read_json_mapping
+from subquad.program import command
 from subquad.training.config import TrainConfig
 from subquad.training.processes import device_type
 from subquad.training.saving import CHECKPOINTS
@@ -77,22 +78,24 @@ def load_run(folder: str | Path, device: str = "auto", adapter: str | None = Non
     folder, home = _model_folder(folder)
     if is_classifier(folder):
         raise ValueError(
-            f"{folder} holds a classifier, which labels sequences and predicts no text; `subquad eval` measures it"
+            f"{folder} holds a classifier, which labels sequences and predicts no text; measure it with: "
+            + command("eval", folder)
         )
     if is_image_model(folder):
         raise ValueError(
-            f"{folder} holds an image model, which predicts no text; `subquad generate RUN --images 100` draws images"
+            f"{folder} holds an image model, which predicts no text; draw images with: "
+            + command("generate", folder, "--images", 100)
         )
     if is_extension(folder):
         raise ValueError(
-            f"{folder} holds an extension of a transformers model: convert it with `subquad lora merge {folder} --out "
-            "MERGED` and `subquad import MERGED --out FOLDER`"
+            f"{folder} holds an extension of a transformers model: merge it, then import the result, with:\n  "
+            f"{lora.merging(folder)}\n  " + command("import", f"{folder}-merged", "--out", f"{folder}-imported")
         )
     model_type = _model_type(folder)
     if not is_adapter(folder) and not str(model_type).startswith(SubquadConfig.model_type):
         raise ValueError(
-            f"{folder} holds a model of type {model_type!r}, not a subquad model: convert it with `subquad import "
-            f"{folder} --out FOLDER`"
+            f"{folder} holds a model of type {model_type!r}, not a subquad model: convert it with: "
+            + command("import", folder, "--out", f"{folder}-imported")
         )
     settings = _settings(home)
     if settings is not None and "pretrain" in settings.groups:
@@ -101,8 +104,8 @@ def load_run(folder: str | Path, device: str = "auto", adapter: str | None = Non
         )
     if settings is not None and "probe" in settings.groups:
         raise ValueError(
-            f"{folder} holds a model of the probe {settings.probe.name}, which predicts no text; `subquad probe` "
-            "measures it"
+            f"{folder} holds a model of the probe {settings.probe.name}, which predicts no text; measure it with: "
+            + command("probe", folder)
         )
     words = tokenizer_folder(folder)
     if not (words / "tokenizer.json").is_file():
@@ -118,7 +121,9 @@ def load_language_model(folder: str | Path) -> tuple[SubquadForCausalLM, Path]:
     """
     folder, _ = _model_folder(folder)
     if is_adapter(folder):
-        raise ValueError(f"{folder} holds an adapter; `subquad lora merge` makes one plain model of it and its base")
+        raise ValueError(
+            f"{folder} holds an adapter; make one plain model of it and its base with: {lora.merging(folder)}"
+        )
     model_type = _model_type(folder)
     if model_type != SubquadConfig.model_type:
         raise ValueError(f"{folder} holds a model of type {model_type!r}; it must be {SubquadConfig.model_type!r}")
@@ -230,7 +235,7 @@ def _model_folder(folder: str | Path) -> tuple[Path, Path]:
     if not (folder / "config.json").is_file() and not is_adapter(folder):
         hint = "give the folder of a run, as `subquad train` makes it"
         if settings.is_file():
-            hint = f"its training has not ended; go on with: subquad train --config {settings}"
+            hint = f"its training has not ended; go on with: {command('train', '--config', settings)}"
         raise FileNotFoundError(f"{folder} holds no config.json, so no trained model; {hint}")
     disable_progress_bar()  # loading is too quick for a bar
     return folder, home

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +23,12 @@ from subquad.data.images import ImageSet
 from subquad.data.labelled import LabelledCorpus
 from subquad.data.probes import ProbeCorpus
 from subquad.models.config import DecoderConfig
-from subquad.training.config import TrainConfig
+from subquad.training.config import TrainConfig, with_steps
 from subquad.training.errors import CheckpointError, StepMemoryError, reading
 from subquad.training.memory import explained
 
 logger = logging.getLogger(__name__)
+CONFIG = "config.yaml"
 
 Batch = dict[str, Tensor]
 Items = Dataset[Batch]
@@ -83,6 +85,15 @@ class Task:
     def prepare(cls, config: TrainConfig, console: Console | None) -> Self:
         """Read or make the data of `config` and return the task. Raises the `ValueError`s of `train`."""
         raise NotImplementedError
+
+    def write_settings(self, steps: int | None) -> None:
+        """Write `config.yaml` into the run's folder, with the number of steps (None: not known yet)."""
+        settings: Any = self.settings or self.config
+        folder = Path(self.config.run.folder)
+        # Atomically, so that a crash can't damage the files that a resume needs.
+        draft = folder / ".draft.yaml"
+        with_steps(settings, steps).to_file(draft)
+        os.replace(draft, folder / CONFIG)
 
     @property
     def count(self) -> int:

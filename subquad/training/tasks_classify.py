@@ -233,7 +233,7 @@ def first_phase(config: TrainConfig) -> TrainConfig:
     return config.replace(
         task="pretrain",
         optimizer=config.optimizer.replace(lr=config.optimizer.lr if options.lr is None else options.lr),
-        schedule=config.schedule.replace(warmup=min(config.schedule.warmup, options.steps // 10)),
+        schedule=config.schedule.replace(warmup=min(config.schedule.warmup_of(options.steps), options.steps // 10)),
         run=run.replace(folder=str(Path(run.folder) / FOLDER), steps=options.steps),
     )
 

@@ -10,8 +10,10 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from rich.console import Console
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import Subset
 
 from subquad.config import digest
 from subquad.data import TokenSet, TokenShard, prepare
@@ -24,7 +26,7 @@ from subquad.models.build import build_model
 from subquad.models.stacks import options_of
 from subquad.training.config import TrainConfig
 from subquad.training.memory import check_fits
-from subquad.training.task import Batch, Task, fitted, preparing, rows, spread
+from subquad.training.task import Batch, Task, count_items, fitted, preparing, rows, spread
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +61,7 @@ class LanguageTask(Task):
                 "set data.pack=stream"
             )
         corpus = preparing(console, "text", lambda progress: prepare(config.data, progress=progress))
-        prompt = config.run.prompt
-        try:
-            prompt_tokens = encode_text(corpus.tokenizer, prompt)
-        except ValueError as error:
-            raise ValueError(f"run.prompt={prompt!r}: {error}; choose another prompt for the samples") from error
-        if not prompt_tokens:
-            raise ValueError(f"run.prompt={prompt!r} holds no token of this tokenizer; choose another prompt")
+        check_prompt(corpus.tokenizer, config.run.prompt)
         config = config.replace(model=fitted(config.model, corpus.train.vocab_size, "as in the tokenizer"))
         size = options.window_tokens(config.batch.length)
         for name, shard in (("training", corpus.train), ("held-out", corpus.held_out)):
@@ -89,7 +85,7 @@ class LanguageTask(Task):
             config=config,
             data=corpus,
             train=windows,
-            held_out=spread(held_out, config.run.eval_windows),
+            held_out=spread(_chosen_on(held_out, config), config.run.eval_windows),
             special={f"{name}_id": token_id(corpus.tokenizer, name) for name in ("eos_token", "pad_token")},
             identity={
                 **corpus.identity,
@@ -189,6 +185,29 @@ def _language_model(config: TrainConfig, **special: int | None) -> Any:
     from subquad.hf import SubquadConfig, SubquadForCausalLM
 
     return SubquadForCausalLM(SubquadConfig.from_decoder(config.model, **special))
+
+
+def check_prompt(tokenizer: Tokenizer, prompt: str | None) -> None:
+    """Raise `ValueError` for a prompt of the samples that the tokenizer can't read."""
+    if prompt is None:
+        return
+    try:
+        tokens = encode_text(tokenizer, prompt)
+    except ValueError as error:
+        raise ValueError(f"run.prompt={prompt!r}: {error}; choose another prompt for the samples") from error
+    if not tokens:
+        raise ValueError(f"run.prompt={prompt!r} holds no token of this tokenizer; choose another prompt")
+
+
+def reported_from(config: TrainConfig, tokens: int) -> int:
+    """Return the first of the held-out `tokens` that the report reads: with run.weights=best those before it choose."""
+    return tokens // 2 if config.run.weights == "best" else 0
+
+
+def _chosen_on(windows: Any, config: TrainConfig) -> Any:
+    """Return the held-out windows of the periodic evaluation: the first half if they choose the weights."""
+    count = count_items(windows)
+    return Subset(windows, range(count // 2)) if config.run.weights == "best" and count > 1 else windows
 
 
 def _windows(

@@ -15,6 +15,7 @@ from subquad.adaptation import extend as extend_model
 from subquad.adaptation import extended
 from subquad.adaptation.config import SPANS, ExtendConfig
 from subquad.adaptation.extension import ExtensionTask, extended_config, scaled_config
+from subquad.adaptation.extension_report import draw
 from subquad.cli import audit, extend, main, threads
 from subquad.cli import lora as lora_command
 from subquad.cli.eval import load_for_tasks
@@ -101,6 +102,13 @@ def test_one_command_leaves_an_adapter_a_report_and_a_picture(home):
     assert not any(hasattr(AutoConfig.from_pretrained(place), "subquad") for place in (folder, folder / "control"))
 
 
+def test_every_line_of_the_picture_has_a_name(home):
+    (axes,) = draw(json.loads((home / "run" / "report.json").read_text())).axes
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert len(names) == len(axes.lines) == 6
+    assert f"{OWN} tokens, the original's own length" in names
+
+
 def test_the_summary_compares_the_losses_within_and_beyond_the_own_length(home):
     report = json.loads((home / "run" / "report.json").read_text())
     found = report["summary"]["extended"]
@@ -155,9 +163,9 @@ def test_the_merged_folder_is_a_plain_model_with_the_adapters_logits(home, capsy
 def test_an_interrupted_run_ends_as_one_that_was_not(home, monkeypatch, capsys):
     steps = []
 
-    def stop_after_three(self, stopped, late):
+    def stop_after_three(self, stopped):
         steps.append(stopped)
-        return [len(steps) == 3, late]
+        return [len(steps) == 3]
 
     with monkeypatch.context() as patched:
         patched.setattr(Processes, "any_of", stop_after_three)

@@ -61,7 +61,7 @@ def test_folders_without_a_whole_model_of_one_tokenizer_are_refused(original, tm
         ("nowhere", r"there is no folder .*nowhere; give the folder of a model"),
         ("config.json", "holds no config.json; a conversion needs a model and its tokenizer"),
         ("tokenizer.json", "holds no tokenizer.json; a conversion needs a model and its tokenizer"),
-        ("adapter", "adapter holds an adapter, not a whole model: merge it first"),
+        ("adapter", "adapter holds an adapter, not a whole model: merge it with: "),
         ("damaged", r"damaged: model\.decoder\.layers\.1\.attention\.query\.weight is not finite"),
         ("other", r"256 tokens, the model knows \d+; does the tokenizer in \S*other belong to another model\?"),
     ):

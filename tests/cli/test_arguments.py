@@ -2,13 +2,15 @@
 
 import importlib
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 
 import pytest
 
+from subquad import program
 from subquad.cli import COMMANDS, main
-from subquad.cli.train import read_config
+from subquad.cli.train import NEEDED, make_parser, read_config
 from subquad.layers.scaling import RopeScaling
 from subquad.recipes import recipe_path, recipes
 from subquad.training import TrainConfig
@@ -25,6 +27,21 @@ def test_every_option_has_help(command):
     for group in ("model", "data", "batch", "optimizer", "schedule", "run") if command == "train" else ():
         for name in getattr(TrainConfig(), group).to_dict():
             assert f"--{group}.{name}" in helps
+
+
+def test_the_help_of_train_begins_with_an_example_and_what_most_people_need(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_text.txt").write_text("a text")
+    shown = make_parser().format_help()
+    example, first, *rest = re.split(r"^example:\n|^options[^\n]*:\n", shown, flags=re.MULTILINE)[1:]
+    line = example.splitlines()[0].removeprefix(f"  {program.command()} train ")
+    assert read_config(line.split()).data.path == "my_text.txt"
+    named = re.findall(r"^  (?:--config NAME, )?--([\w.]+)(?!\w| CONFIG)", first, re.MULTILINE)
+    assert tuple(named) == NEEDED
+    assert len(NEEDED) == 10
+    for name in NEEDED:
+        assert not re.search(rf"^  --{name} ", "".join(rest), re.MULTILINE), f"{name} is shown twice"
+    assert "--model.num_heads" in rest[0]
 
 
 LLP = {"llp": {"segment": 64, "shifted_heads": True}}
@@ -51,7 +68,10 @@ OPTION = "--model.options"
       for flags in (["--run.eval-every", "7"], ["--run.eval-every=7"], ["--run.eval_every", "7"])),
     ([], [f"{OPTION}.llp.shifted-heads", "true"], {"model.options": {"llp": {"shifted_heads": True}}}),
 ])  # fmt: skip
-def test_flags_win_over_files_wherever_they_stand_and_later_files_over_earlier_ones(tmp_path, files, flags, expected):
+def test_flags_win_over_files_wherever_they_stand_and_later_files_over_earlier_ones(
+    tmp_path, monkeypatch, files, flags, expected
+):
+    monkeypatch.setattr("subquad.cli.train._base", lambda *given: [])  # no recipe for a text
     configs = []
     for number, text in enumerate(files):
         (tmp_path / f"{number}.yaml").write_text(text)
@@ -110,6 +130,9 @@ CONVERT = ["convert", "model", "--out", "folder", "--attention", "llp"]
     (["generate", "run", "--device", "cuda"], "device must be auto or cpu, got 'cuda'; did you mean 'auto'?\n"),
     (["generate", "run", "--prompt_file", "nowhere"], "there is no file nowhere\n"),
     (["generate", "run", "--no_stream", "--max-tokens=0"], "give one of --prompt TEXT, "),
+    (["cost", "--options.full.bias", "null"], "bias must be bool, got null\n"),
+    (["cost", "--options.full.num_kv_heads", "None"], "num_kv_heads must be int | null, got 'None'\n"),
+    (["cost", "--options.full.rope_scaling", "1"], "rope_scaling must be RopeScaling | null, got 1\n"),
     (["train", "word"], "unexpected argument 'word'\n"),
     (["train", "--config", "nowhere.yaml"], "there is no file nowhere.yaml\n"),
     (["train", "--recipe", "stdlib-lp"], "unknown recipe 'stdlib-lp'; did you mean 'stdlib-llp'? valid: stdlib-llp, "),
@@ -135,7 +158,7 @@ def test_wrong_arguments_are_one_line_and_status_2(refused, tmp_path, monkeypatc
     message = refused(*arguments)
     assert message.startswith(f"error: {match}")
     assert message.count("\n") == 2
-    assert message.endswith(f"\nsee subquad {arguments[0]} --help\n")
+    assert message.endswith(f"\nsee {program.command(arguments[0], '--help')}\n")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -143,8 +143,11 @@ def test_the_numbers_are_those_of_the_layers(printed, tmp_path, monkeypatch):
     assert f"128 {count(cost.score_entries)} {count(cost.unmasked_entries)}" in re.sub(r" {2,}", " ", out)
     assert size(cost.activation_bytes) in out
     assert "perceiver_ar" not in out
-    monkeypatch.setenv("COLUMNS", "90")
-    assert max(map(len, printed("cost", "--attention", "llp", *SMALL).splitlines())) <= 90
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = printed("cost", "--attention", "linformer", *SMALL, "--tokens", "16384")
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert re.search(r"^ linformer \(bidirectional\) +16,384( +\d+(\.\d+)? [kMG])+ .* none $", narrow, re.MULTILINE)
+    assert "Left out: allowed; parameters; backward. See them in a wider terminal or by" in narrow
 
 
 def test_a_recipe_a_file_and_a_run_are_models(printed, tmp_path, capsys):

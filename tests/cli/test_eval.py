@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from subquad.cli import main
 from subquad.data.vocabularies import SEPARATOR, train_bpe
 from subquad.hf.encoders import SubquadClassifierConfig
+from subquad.program import install
 from tests.cli.folders import save_model
 
 
@@ -122,4 +123,4 @@ def test_without_the_extra_the_command_says_what_to_install(folders, capsys, mon
     monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
     monkeypatch.delitem(sys.modules, "subquad.evaluation.harness", raising=False)
     assert main(["eval", str(folders / "ours"), *OURS]) == 1
-    assert "not installed: pip install subquad[eval]" in capsys.readouterr().err
+    assert f"not installed: {install('subquad[eval]')}" in capsys.readouterr().err

@@ -96,7 +96,7 @@ def test_the_help_of_commands_that_load_a_model_says_which_folders_they_take(com
         main([command, "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "Folder of a subquad model: a run, one of its checkpoints, a LoRA adapter" in text
-    assert "`subquad import` first makes one of another transformers model" in text
+    assert "`subquad import` first makes one of another transformers model, such as that of a merged extension" in text
 
 
 def test_the_families_in_the_help_are_those_that_there_are():
@@ -157,5 +157,5 @@ def test_models_that_cannot_be_converted_are_refused(llama, tmp_path, refused):
     assert "damaged holds a model whose weights are damaged: model.decoder.norm.weight" in message("import", damaged)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    assert "holds an adapter; `subquad lora merge` makes one plain model" in message("export", tmp_path / "adapter")
+    assert "make one plain model of it and its base with: " in message("export", tmp_path / "adapter")
     assert not (tmp_path / "out").exists()

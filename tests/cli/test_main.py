@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from subquad import program
 from subquad.cli import COMMANDS, main
 from subquad.cli import train as train_command
 from subquad.cli.show import PICTURES
@@ -72,7 +73,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["trian"], f"unknown command 'trian'; did you mean 'train'? valid: {', '.join(sorted(COMMANDS))}\n"),
-    ([], "no command\nsee subquad --help"),
+    ([], f"no command\nsee {program.command('--help')}\n"),
     (["lora", "lst"], "unknown action 'lst'; did you mean 'list'? valid: list, merge"),
     (["lora"], "no action"),
     (["show", "wieghts"], "unknown picture 'wieghts'; did you mean 'weights'?"),

@@ -17,6 +17,7 @@ from subquad.hf import SubquadEncoderForSequenceClassification
 from subquad.hf.encoders import SubquadClassifierConfig
 from subquad.models import DecoderConfig, EncoderConfig, matrices
 from subquad.models.build import build_model
+from subquad.models.costs import layer_costs
 from subquad.testing import assert_exact, assert_same_maths
 from subquad.training import TrainConfig
 from subquad.training.runs import load_classifier, load_run
@@ -240,6 +241,37 @@ def test_a_single_matrix_has_its_own_tokens_beside_it():
     assert [text.get_text() for text in ticks.get_xticklabels() + ticks.get_yticklabels()] == ["row 0", "4", "3", "4"]
     (image,) = axis.images
     assert np.isnan(image.get_array().filled(np.nan)).tolist() == [[False] * 3 + [True], [False] * 4]
+
+
+@pytest.mark.parametrize(("largest", "words", "label"), [
+    ((0.4, 1.0), ["0", "0.02", "0.1", "0.25", "0.5 or more"], "weight"),
+    ((3.0, 1.5), ["0", "0.04", "0.2", "0.5", "1"], "|weight| as a share of the panel's largest"),
+    ((0.4, 3.0), ["0 (*: 0)", "0.02 (*: 0.04)", "0.1 (*: 0.2)", "0.25 (*: 0.5)", "0.5 or more (*: 1)"],
+     "weight (*: |weight| as a share of the panel's largest)"),
+], ids=["distributions", "others", "both"])  # fmt: skip
+def test_the_scale_says_what_its_numbers_are(largest, words, label):
+    figure = drawing.draw_weights([[drawing.Panel(np.full((2, 2), size), "a") for size in largest]], title="")
+    figure.canvas.draw()
+    *_, bar = figure.axes
+    assert bar.get_ylabel() == label
+    assert [text.get_text() for text in bar.get_yticklabels()] == words
+    low, high = bar.get_ylim()
+    assert (low, high) == pytest.approx((0, drawing.LARGEST))
+
+
+def test_each_mechanism_has_a_named_row_of_costs_coloured_if_it_grows():
+    measured = list(layer_costs(["latte", "linformer", "full"], [64, 128, 256], dim=16, num_heads=2, options={}))
+    left, right = drawing.draw_cost(measured, title="").axes
+    names = [text.get_text() for text in left.get_yticklabels()]
+    assert sorted(names) == ["full", "latte", "linformer (bidirectional)"]
+    assert names[-1] == "full"
+    full = measured[-1].cost
+    for axis, last in ((left, full.mixing_flops / 256), (right, full.state_bytes)):
+        rows = {name: [line for line in axis.lines if line.get_ydata()[0] == i] for i, name in enumerate(names)}
+        assert rows["full"][0].get_xdata()[-1] == last
+        assert {line.get_color() for line in rows["full"]} == {drawing.COLOURS[4]}
+        assert {line.get_color() for line in rows["latte"]} == {drawing.COLOURS[5]}
+    assert [text.get_text() for text in right.texts] == ["none"]  # a bidirectional form keeps no state
 
 
 @pytest.mark.slow

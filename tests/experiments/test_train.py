@@ -9,6 +9,7 @@ from experiments.harness.recipe import merged
 from subquad.models import DecoderConfig
 from subquad.training import BatchConfig, TrainConfig, train
 from tests.experiments.helpers import planned
+from tests.training.helpers import stop_at_once
 
 
 def units(experiments, scale):
@@ -56,9 +57,9 @@ def test_arms_of_equal_steps_are_measured_on_the_same_tokens(experiments):
     assert harness.train_unit(alone)[0]["step_seconds"] > 0
 
 
-def test_a_run_that_was_told_to_stop_is_no_result(experiments):
+def test_a_run_that_was_told_to_stop_is_no_result(experiments, monkeypatch):
     unit = units(experiments, "smoke")["full-0"]
-    unit.settings["run"]["max_minutes"] = 1e-9
+    stop_at_once(monkeypatch)
     with pytest.raises(harness.InterruptedRunError, match="stopped after step 1 of 4"):
         harness.train_unit(unit)
 

@@ -24,7 +24,7 @@ from subquad.models import DecoderConfig, EncoderConfig, ImageModelConfig
     ({"feedforward": "none", "parallel_residual": True}, "True has no meaning for feedforward='none'"),
     ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
     ({"attention_dropout": -0.1}, "attention_dropout must be at least 0 and below 1, got -0.1"),
-    ({"position": "rotary"}, "unknown position 'rotary'; valid: learned, none, rope, sinusoidal"),
+    ({"position": "rotary"}, "unknown position 'rotary'; valid: auto, learned, none, rope, sinusoidal"),
     ({"norm": "rmsnorm"}, "unknown norm 'rmsnorm'; did you mean 'rms'"),
     ({"lookup": 0}, "lookup must be at least 1, or None for no look-up, got 0"),
     ({"attention": []}, r"a list whose length divides num_layers, got \[\] for 4 layers"),

@@ -302,7 +302,7 @@ def test_cost_counts_layers_for_every_pass_and_the_head_for_every_loss(name, fie
     ({"options": {"latte": {"num_heads": 5}}}, "options of attention 'latte', which no layer uses: dim must be"),
     ({"attention": "linformer", "position": "none"}, "attention 'linformer' has no causal form"),
     ({"options": {"llp": {"causal": False}}}, "this model is causal, but the options of attention 'llp' say causal=F"),
-    ({"attention": "latte"}, "position='rope' needs a layer that rotates .* latte does not; choose sinusoidal"),
+    ({"attention": "latte", "position": "rope"}, "position='rope' needs a layer that rotates .* latte does not"),
     ({"attention": "latte", "position": "none", "num_kv_heads": 1}, "num_kv_heads=1 has no effect: latte"),
     ({"position": "sinusoidal", "dim": 9, "num_heads": 3}, "sinusoidal positions need an even dim, got 9"),
 ])  # fmt: skip

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from subquad.cli import main
 from subquad.testing import assert_exact
 from subquad.training import TrainConfig
-from subquad.training.loop import Loop
+from subquad.training.loop import Loop, StopSignal
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -111,3 +111,8 @@ def raising(error: BaseException) -> Callable[..., Any]:
         raise error
 
     return fail
+
+
+def stop_at_once(patch):
+    """Make every run believe that a signal arrived before its first step, after which it ends."""
+    patch.setattr(StopSignal, "__enter__", lambda self: setattr(self, "received", True) or self)

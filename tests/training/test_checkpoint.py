@@ -141,10 +141,10 @@ SIXTEEN = r"a step had 16 windows \(processes 2 x batch\.size 4 x batch\.accumul
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"seed": 2}, "seed was 1, is 2"),
-    ({"seed": None}, "seed was 1, is None"),
-    ({"causal": True}, "causal was None, is True"),
+    ({"seed": None}, "seed was 1, is null"),
+    ({"causal": True}, "causal was null, is True"),
     ({"model": {"dim": 8, "options": {"llp": {"segment": 6}}}}, r"model\.options\.llp\.segment was 4, is 6"),
-    ({f"option_{i}": i for i in range(10)}, "option_7 was None, is 7; and 2 more"),
+    ({f"option_{i}": i for i in range(10)}, "option_7 was null, is 7; and 2 more"),
     ({"batch": BATCH | {"length": 64}}, r"batch\.length was 32, is 64"),
     ({"processes": 1}, SIXTEEN + r", has 8 \(1 x 4 x 2\); for 1 processes set batch\.size=4 and .*accumulation=4"),
     ({"processes": 4}, SIXTEEN + r", has 32 \(4 x 4 x 2\); for 4 processes set batch\.size=4 and .*accumulation=1"),
@@ -177,7 +177,7 @@ MANY = {f"{i:02}.txt": "4" for i in range(10)}
      r"text removed: c\.txt; text added: d\.txt; text changed: b\.txt; restore"),
     (TEXT, OTHER | {"data.files": TEXT["data.files"] | MANY}, r"text added: 00\.txt, .*, 07\.txt and 2 more; restore"),
     (TEXT, OTHER | {"data.files": TEXT["data.files"]}, "data was 'd1', is 'd2'; tokenizer was 't1', is 't2'; restore"),
-    ({"data": "d1"}, OTHER | {"data.files": MANY}, "data was 'd1', is 'd2'; tokenizer was None, is 't2'; restore"),
+    ({"data": "d1"}, OTHER | {"data.files": MANY}, "data was 'd1', is 'd2'; tokenizer was null, is 't2'; restore"),
     (TEXT, {"data": "d1", "tokenizer": "t2"}, "settings: tokenizer was 't1', is 't2'; restore"),
 ])  # fmt: skip
 def test_text_that_changed_is_told_by_the_names_of_its_files(made, now, message):

@@ -1,4 +1,4 @@
-"""The loop: steps that aren't finite, signals and time limits, precision, optimizers, what mechanisms hear of steps."""
+"""The loop: steps that aren't finite, signals, precision, optimizers, what mechanisms hear of steps."""
 
 import logging
 import math
@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from subquad import program
 from subquad.attention import Attention
 from subquad.hf import SubquadForCausalLM
 from subquad.testing import assert_exact
@@ -19,7 +20,15 @@ from subquad.training.errors import NonFiniteError
 from subquad.training.loop import Loop, StopSignal
 from subquad.training.run import precision_of
 from subquad.training.saving import Checkpoints
-from tests.training.helpers import assert_same_weights, before_pass, change_loss, read_json, records, steps_of
+from tests.training.helpers import (
+    assert_same_weights,
+    before_pass,
+    change_loss,
+    read_json,
+    records,
+    steps_of,
+    stop_at_once,
+)
 
 
 def infinite_gradient(loss):
@@ -166,7 +175,11 @@ def test_a_signal_saves_and_the_run_is_resumed_from_there(make_config, finished,
         result = train(make_config())
     assert (result.interrupted, result.steps) == (True, 3)
     assert "received SIGTERM: saving after this step" in caplog.text
-    assert result.command == f"subquad train --config {result.folder}/config.yaml"
+    line = ["train", "--config", result.folder / "config.yaml"]
+    assert result.command == program.command(*line)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        assert result.command == program.command(*line, processes=2), "as many, which `parallel.context` needs"
     assert steps_of(result.folder / "checkpoints") == [2, 3]
     assert not (result.folder / "config.json").exists()
     again = train(make_config())
@@ -187,16 +200,6 @@ def test_the_first_signal_is_received_a_second_ctrl_c_interrupts_and_the_handler
         assert pool.submit(lambda: StopSignal().__enter__().received).result() is False
 
 
-def test_the_time_limit_ends_a_run_with_a_model_and_a_checkpoint(make_config, caplog):
-    result = train(make_config(max_minutes=1e-9))
-    assert (result.out_of_time, result.interrupted, result.steps, result.best_step) == (True, False, 1, 1)
-    assert "stopping at step 1 of 4: run.max_minutes=1e-09" in caplog.text
-    assert (result.folder / "config.json").exists()
-    assert steps_of(result.folder / "checkpoints") == [1]
-    result = train(make_config(max_minutes=60.0, steps=2))
-    assert (result.out_of_time, result.steps) == (False, 2)
-
-
 def test_mechanisms_hear_of_every_step_and_what_they_change_is_saved_and_resumed(make_config, monkeypatch):
     heard = []
 
@@ -210,5 +213,7 @@ def test_mechanisms_hear_of_every_step_and_what_they_change_is_saved_and_resumed
     whole = train(make_config(two_layers, folder="whole", eval_every=0))
     layers = [id(block.attention) for block in whole.decoder.blocks()]
     assert heard == [(layer, step) for step in (1, 2, 3, 4) for layer in layers], "once for all its batches"
-    assert train(make_config(two_layers, max_minutes=1e-9, eval_every=0)).steps == 1
+    with monkeypatch.context() as patch:
+        stop_at_once(patch)
+        assert train(make_config(two_layers, eval_every=0)).steps == 1
     assert_same_weights(whole.folder, train(make_config(two_layers, eval_every=0)).folder)

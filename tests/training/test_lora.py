@@ -81,7 +81,7 @@ def test_a_resumed_run_ends_with_the_same_bits(home, make_config, tmp_path):
     train(make_config(changes, resume="must"))
     assert_same_weights(whole, tmp_path / "run", "adapter_model.safetensors")
     assert (tmp_path / "run" / "adapter_config.json").read_text() == (whole / "adapter_config.json").read_text()
-    with pytest.raises(CheckpointError, match=r"settings: lora\.alpha was None, is 9; restore"):
+    with pytest.raises(CheckpointError, match=r"settings: lora\.alpha was null, is 9; restore"):
         train(make_config(changes, {"lora": {**changes["lora"], "alpha": 9}}))
 
 

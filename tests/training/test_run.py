@@ -55,7 +55,7 @@ def test_damaged_checkpoints_and_leftovers_are_skipped_with_their_reason(run_at_
     ({"optimizer.lr": 0.5}, r"other settings: optimizer\.lr was 0\.003, is 0\.5; restore them"),
     ({"model.num_layers": 2}, r"other settings: model\.num_layers was 1, is 2; restore"),
     ({"data.held_out": 0.3}, "other settings: data was"),
-    ({"data.pack": "documents"}, r"other settings: .*data\.pack was None, is 'documents'"),
+    ({"data.pack": "documents"}, r"other settings: .*data\.pack was null, is 'documents'"),
     ({"batch.size": 8}, r"other settings: a step had 8 windows .*, has 16"),
     ({"run.steps": 3}, "is at step 4, past run.steps=3"),
     ({"run.resume": "never"}, "run.resume is 'never'; choose another run.folder"),

@@ -15,6 +15,11 @@ from subquad.training.schedule import ScheduleConfig
     ({"kind": "wsd", "warmup": 10, "min_ratio": 0.0, "decay_fraction": 0.2}, 100, {80: 1.0, 90: 0.5, 100: 0.0}),
     ({"kind": "inverse_sqrt", "warmup": 10, "hold": 100, "min_ratio": 0.2}, 9_999, {99: 1.0, 400: 0.5, 9_000: 0.2}),
     ({"kind": "inverse_sqrt", "warmup": 16, "min_ratio": 0.0}, 100, {64: 0.5}),
+    ({}, 1000, {0: 1 / 51, 24: 25 / 51, 50: 1.0, 525: 0.55, 1000: 0.1}),  # a warm-up of 50 steps
+    ({}, 20, {0: 1 / 3, 1: 2 / 3, 2: 1.0, 11: 0.55, 20: 0.1}),  # and of a tenth of them
+    ({}, 5, {0: 1.0, 5: 0.1}),
+    ({}, None, {0: 1 / 51, 24: 25 / 51, 50: 1.0, 5_000: 1.0}),  # how many steps fit is not known yet
+    ({"warmup": 3}, None, {0: 0.25, 2: 0.75, 3: 1.0, 5_000: 1.0}),
 ])  # fmt: skip
 def test_known_values(options, steps, factors):
     schedule = ScheduleConfig(**options)

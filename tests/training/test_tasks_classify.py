@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from subquad import program
 from subquad.attention import mechanism, names
 from subquad.cli import main
 from subquad.config import read_mapping
@@ -17,12 +18,20 @@ from subquad.hf.encoders import SubquadForPreTraining
 from subquad.recipes import recipe_path
 from subquad.training import TrainConfig, train
 from subquad.training.errors import CheckpointError
-from subquad.training.loop import StopSignal
 from subquad.training.tasks import check, check_forms, prepare_task
 from subquad.training.tasks_classify import begin_with, check_pretraining, first_phase
 from tests.data.lra.layouts import write_release
 from tests.training.configs import CLASSIFY, TOY, pretraining
-from tests.training.helpers import assert_same_run, failed, forget, read_json, records, steps_of, train_by_command
+from tests.training.helpers import (
+    assert_same_run,
+    failed,
+    forget,
+    read_json,
+    records,
+    steps_of,
+    stop_at_once,
+    train_by_command,
+)
 
 POOLED = TOY | {"pooling": "last"}
 
@@ -81,7 +90,7 @@ def test_commands_refuse_what_only_texts_have_and_a_folder_without_its_task(trai
         ("holds a classifier: length=7 is for texts; leave it out", "eval", "--length", "7"),
         ("holds a classifier: data.path='x.txt' is for texts; leave it out", "eval", "--data", "x.txt"),
         ("windows must be at least 1, got 0", "eval", "--windows", "0"),
-        ("holds a classifier, which labels sequences and predicts no text; `subquad", "generate", "--prompt", "x"),
+        ("holds a classifier, which labels sequences and predicts no text; measure", "generate", "--prompt", "x"),
     ):
         assert message in failed(capsys, command, trained, *options)
     for name in ("config.json", "model.safetensors"):
@@ -209,19 +218,19 @@ def test_a_stop_in_the_first_phase_says_how_to_resume(make_config, whole, tmp_pa
     folder, file = tmp_path / "run", tmp_path / "run.yaml"
     make_config(pretraining()).to_file(file)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StopSignal, "__enter__", lambda self: setattr(self, "received", True) or self)
+        stop_at_once(patch)
         assert main(["train", "--config", str(file)]) == 130
-    assert f"subquad train --config {folder / 'config.yaml'}" in capsys.readouterr().err
+    assert program.command("train", "--config", folder / "config.yaml") in capsys.readouterr().err
     assert not (folder / "model.safetensors").exists()
     assert steps_of(folder / "pretrain/checkpoints") == [1]
     train(TrainConfig.from_file(folder / "config.yaml"))
     assert_same_run(whole.folder, folder)
 
 
-def test_the_time_limit_is_for_both_phases(make_config, tmp_path):
-    result = train(make_config(pretraining(), max_minutes=1e-6))
-    assert (result.interrupted, result.steps, result.folder) == (True, 0, tmp_path / "run")
-    assert steps_of(tmp_path / "run/pretrain/checkpoints") == [1]
+def test_minutes_are_for_the_second_phase(make_config, tmp_path):
+    result = train(make_config(pretraining(), steps=None, minutes=1e-6))
+    assert (result.interrupted, result.steps, result.folder) == (False, 1, tmp_path / "run")
+    assert steps_of(tmp_path / "run/pretrain/checkpoints")[-1] == 4
 
 
 @pytest.mark.parametrize(("changes", "message"), [

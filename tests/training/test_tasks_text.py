@@ -151,7 +151,7 @@ def test_a_run_on_a_probe_is_measured_saved_and_loaded(make_config):
     assert AutoModelForCausalLM.from_pretrained(run).config.vocab_size == 8
     assert is_probe(run)
     assert is_probe(run / "checkpoints" / "checkpoint-4")
-    with pytest.raises(ValueError, match="holds a model of the probe mqar, which predicts no text; `subquad probe`"):
+    with pytest.raises(ValueError, match="holds a model of the probe mqar, which predicts no text; measure"):
         load_run(run)
 
 
