@@ -100,7 +100,7 @@ def test_recipes_of_a_family_differ_in_the_mechanism_alone(family: str) -> None:
             assert values["model"].pop("position") == positions
             normed = name in (*rotary, "linear")  # the others have no such norm
             assert values["model"]["options"].get(name, {}).get("qk_norm", False) == normed
-            for apart in ("options", "ff_dim"):
+            for apart in ("options", "ff_mult"):
                 values["model"].pop(apart)
         common.add(str(values))
     assert len(common) == 1

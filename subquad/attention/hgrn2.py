@@ -75,7 +75,8 @@ class Hgrn2(RecurrentAttention):
         self, x_BTD: Tensor, state: State | None = None, lengths_B: Tensor | None = None
     ) -> tuple[Recurrence, Tensor | None]:
         """Return the gated scan with decays by channel, whose keys are 1 less them."""
-        if not self.placed and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        trains = self.training and torch.is_grad_enabled() and x_BTD.device.type != "meta"  # there costs are counted
+        if not self.placed and trains and not torch.compiler.is_compiling():
             _warn_not_placed()
         q_BHTK, z_BHTK, v_BHTV, _ = self.projected(x_BTD, state, lengths_B)
         wide = torch.promote_types(z_BHTK.dtype, torch.float32)

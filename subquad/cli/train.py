@@ -17,6 +17,7 @@ from subquad import training
 from subquad.cli.arguments import FILES, Parser, data_is_a_path, files_first
 from subquad.cli.finishing import finish
 from subquad.cli.threads import with_threads
+from subquad.config import check_positive
 from subquad.data.sources import text_size
 from subquad.program import command
 from subquad.recipes.automatic import automatic
@@ -99,6 +100,7 @@ def _base(parser: Parser, arguments: Sequence[str]) -> list[str]:
     if kept.is_file() and parsed.run.resume != "never":
         return ["--config", str(kept)]
     with parser.checking():
+        check_positive("run.", minutes=parsed.run.minutes)
         TASKS[parsed.task].check_source(parsed)
         size = text_size(parsed.data.path)
     minutes, names = parsed.run.minutes, parsed.model.attention

@@ -180,7 +180,8 @@ class Loop:
     def extent(self, steps: int) -> str:
         """Return how much `steps` steps read."""
         passes = steps * self.metrics.windows_a_step / self.metrics.windows
-        return f"{steps:,} steps of {self.meter.step_tokens:,} tokens, {passes:,.1f} passes over the data"
+        shown = f"{passes:,.1f}" if passes >= 1 else f"{passes:.2g}"
+        return f"{steps:,} steps of {self.meter.step_tokens:,} tokens, {shown} passes over the data"
 
     def train_batches(self) -> DataLoader[Any]:
         """Return a loader of this process's remaining batches, from the order that all processes share."""

@@ -3,12 +3,10 @@
 import json
 
 import pytest
-import torch
 
 from subquad import attention
 from subquad.cli import main
 from subquad.cli.train import read_config
-from subquad.models.build import build_model
 from subquad.recipes import recipes
 from subquad.recipes.automatic import automatic
 from subquad.training import TrainConfig
@@ -106,8 +104,4 @@ def test_any_mechanism_works_in_any_recipe(recipe):
         base = [] if recipe is None else ["--recipe", recipe]
         config = read_config([*base, "--model.attention", name, "--run.folder", "runs/none-such"])
         small = config.model.replace(dim=32, vocab_size=512)
-        if name == "perceiver_ar" and config.model.ff_dim is not None:
-            continue  # a stack has no width of its own for its networks
         check(config.replace(model=small))
-        with torch.device("meta"):
-            build_model(small)

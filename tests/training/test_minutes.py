@@ -1,11 +1,13 @@
 """`run.minutes`: the number of steps by a clock that is set by hand, and runs of so many steps that resume alike."""
 
+import inspect
+import textwrap
 import time
 
 import pytest
 
 from subquad.config import read_mapping
-from subquad.training import train
+from subquad.training import progress, train
 from subquad.training.config import RunConfig
 from subquad.training.errors import CheckpointError
 from subquad.training.loop import Loop
@@ -53,14 +55,27 @@ def test_evaluations_take_their_time_and_a_resumed_run_begins_anew(monkeypatch):
     assert Clock(monkeypatch, 2.0, 1.0).pace(1.0, begun=7) == (12, 66)
 
 
-def test_the_pace_bites(monkeypatch):
-    """The first step, which is slow, must not count as one of the others."""
-    monkeypatch.setattr(Pace, "_later", 0.0, raising=False)
-    pace = Clock(monkeypatch, 2.0, 1.0)
-    assert pace.pace(1.0)[1] == 59
-    with monkeypatch.context() as patch:
-        patch.setattr("subquad.training.progress.PACED_STEPS", 2)
-        assert pace.pace(1.0)[0] != 5
+BUGS = {
+    "the first step, which is slow, counts": ("self._later = now", "self._later = 0.0"),
+    "a step too many": ("(done - 1) / (now", "done / (now"),
+    "the time that has passed is forgotten": ("(self.seconds - now) *", "self.seconds *"),
+    "the steps done are forgotten": ("return step + int", "return int"),
+    "evaluations take no time": ("(1 + evaluating(step + left) / (step + left))", "1"),
+    "few steps are enough": ("done < PACED_STEPS", "done < 2"),
+    "a moment is enough": ("now < PACED_PART * self.seconds", "False"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught(bug, monkeypatch):
+    source = textwrap.dedent(inspect.getsource(Pace.steps_that_fit))
+    assert source.count(BUGS[bug][0]) == 1
+    scope = dict(vars(progress))
+    exec(source.replace(*BUGS[bug]), scope)  # noqa: S102
+    monkeypatch.setattr(Pace, "steps_that_fit", scope["steps_that_fit"])
+    clock = Clock(monkeypatch, 2.0, 1.0)
+    found = clock.pace(1.0), clock.pace(10.0), clock.pace(1.0, evaluating=lambda steps: steps / 10)
+    assert found != ((5, 59), (18, 600), (5, 54))
 
 
 @pytest.mark.parametrize(("every", "steps", "expected"), [
