@@ -27,6 +27,7 @@ from subquad.attention.base import takes_options
 from subquad.attention.recurrence import Recurrence
 from subquad.attention.recurrent import RecurrentAttention
 from subquad.state import State
+from subquad.tracing import has_values
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +76,8 @@ class Hgrn2(RecurrentAttention):
         self, x_BTD: Tensor, state: State | None = None, lengths_B: Tensor | None = None
     ) -> tuple[Recurrence, Tensor | None]:
         """Return the gated scan with decays by channel, whose keys are 1 less them."""
-        trains = self.training and torch.is_grad_enabled() and x_BTD.device.type != "meta"  # there costs are counted
-        if not self.placed and trains and not torch.compiler.is_compiling():
+        # Not where costs are counted, in a run without data.
+        if not self.placed and self.training and torch.is_grad_enabled() and has_values(x_BTD):
             _warn_not_placed()
         q_BHTK, z_BHTK, v_BHTV, _ = self.projected(x_BTD, state, lengths_B)
         wide = torch.promote_types(z_BHTK.dtype, torch.float32)
