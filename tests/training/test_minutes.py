@@ -11,6 +11,7 @@ from subquad.training import progress, train
 from subquad.training.config import RunConfig
 from subquad.training.errors import CheckpointError
 from subquad.training.loop import Loop
+from subquad.training.processes import Processes
 from subquad.training.progress import Pace
 from subquad.training.schedule import ScheduleConfig
 from tests.training.helpers import assert_same_weights, records, stop_at_once
@@ -109,6 +110,18 @@ def test_a_run_of_minutes_is_a_run_of_so_many_steps(make_config, tmp_path):
     assert rates == [3e-3 * schedule.factor(step, FIXED) for step in range(FIXED)]
     given = train(make_config(SCHEDULE, folder="given", steps=FIXED))
     assert_same_weights(whole.folder, given.folder)
+
+
+@pytest.mark.usefixtures("paced")
+def test_the_first_process_fixes_the_steps_of_all(make_config, monkeypatch):
+    """Another process is told the number, which its own clock does not change."""
+    by_the_first = Processes.by_the_first
+
+    def told(processes, work):
+        return FIXED - 2 if work.__name__ == "fix" else by_the_first(processes, work)
+
+    monkeypatch.setattr(Processes, "by_the_first", told)
+    assert train(make_config(SCHEDULE)).steps == FIXED - 2
 
 
 @pytest.mark.usefixtures("paced")
