@@ -341,5 +341,7 @@ def draw_cost(measured: Sequence[Measured], *, title: str) -> Figure:
         "growing with the length": {"color": growing},
     }
     handles = [left.plot([], [], label=label, **mark)[0] for label, mark in marks.items()]
+    for handle in handles:  # of the legend alone
+        handle.remove()
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
