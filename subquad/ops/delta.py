@@ -90,6 +90,6 @@ def delta_scan(
     elif name == "sequential":
         out, s = sequential.scan(q, k, v, beta, log_f, s, chunk_size)
     else:
-        out, s, _ = chunked.delta_scan_op(q, k, v, beta, log_f, s, chunk, saves(q, k, v, beta, s, *rest))
+        out, s, *_ = chunked.delta_scan_op(q, k, v, beta, log_f, s, chunk, saves(q, k, v, beta, s, *rest))
     out = out.unflatten(0, (B, H)).to(v_BHTV.dtype)
     return ScanOutput(zero_padding(out, mask), s.unflatten(0, (B, H)))

@@ -105,16 +105,20 @@ def test_beta_of_another_shape_is_refused():
 
 # Planted bugs: each is caught by a comparison with the definition.
 
-solve, Decay = module._solve, module.Decay
+inverse, Decay = module._inverse, module.Decay
 
 
-def neumann_series(A_NCC, x_NCV, *, transposed=False):
-    """Sum `(-A)^n x` by doubling: right in exact arithmetic, and A^64 is zero."""
-    A_NCC = -A_NCC.tril(-1).to(x_NCV.dtype)
-    power, y = A_NCC.mT if transposed else A_NCC, x_NCV
+def neumann_series(A_MCC):
+    """Sum `(-A)^n` by doubling: right in exact arithmetic, and A^64 is zero."""
+    power = -A_MCC.double().tril(-1)
+    total = torch.eye(power.shape[-1], dtype=power.dtype).expand_as(power)
     for _ in range(6):
-        y, power = y + power @ y, power @ power
-    return y
+        total, power = total + power @ total, power @ power
+    return total
+
+
+def times_in_float32(inverse_MCC, x_MCV, *, careful=False):
+    return torch.bmm(inverse_MCC.to(x_MCV.dtype), x_MCV)
 
 
 class DeltaBeforeDecay(Decay):
@@ -139,9 +143,9 @@ class DecayOfColumnsWithoutGradient(Decay):
 
 
 BUGS = {
-    "transposed": ("_solve", lambda A, x, *, transposed=False: solve(A, x, transposed=not transposed)),
-    "not transposed": ("_solve", lambda A, x, *, transposed=False: solve(A, x)),
-    "inverse squared": ("_solve", lambda A, x, *, transposed=False: solve(A, solve(A, x), transposed=transposed)),
+    "transposed": ("_inverse", lambda A: inverse(A).mT),
+    "inverse squared": ("_inverse", lambda A: inverse(A) @ inverse(A)),
+    "no inverse": ("_inverse", lambda A: torch.eye(A.shape[-1]).to(A).expand_as(A).clone()),
     "delta before decay": ("Decay", DeltaBeforeDecay),
     "triangle without decay": ("Decay", TriangleWithoutDecay),
     "triangle without gradient": ("Decay", TriangleWithoutGradient),
@@ -164,12 +168,18 @@ def test_planted_bugs_are_caught(bug, monkeypatch):
 
 
 def test_a_series_for_the_triangle_is_caught(monkeypatch):
-    monkeypatch.setattr(module, "_solve", neumann_series)
+    monkeypatch.setattr(module, "_inverse", neumann_series)
     with pytest.raises(AssertionError, match="exceeds"):
         test_equal_keys_are_solved_by_substitution(2.0, torch.float32)
 
 
 def test_keys_multiplied_in_float32_are_caught(monkeypatch):
     monkeypatch.setattr(module, "_wide", lambda q, _: q.dtype)
+    with pytest.raises(AssertionError, match="exceeds"):
+        test_nearly_equal_keys_lose_no_more_than_token_by_token(None)
+
+
+def test_products_with_the_inverse_in_float32_are_caught(monkeypatch):
+    monkeypatch.setattr(module, "_times", times_in_float32)
     with pytest.raises(AssertionError, match="exceeds"):
         test_nearly_equal_keys_lose_no_more_than_token_by_token(None)

@@ -336,8 +336,8 @@ def test_the_delta_operators_keep_torchs_rules(kind):
     if kind == "head delta shared":
         torch.library.opcheck(delta_scan_op, (*(x.clone().requires_grad_() for x in tensors), 8, True))
     torch.library.opcheck(delta_scan_op, (*tensors, 8, True), test_utils=ALONE)
-    out, _, states = delta_scan_op(*tensors, 8, True)
-    arguments = (torch.ones_like(out), None, *tensors[:5], states, 8)
+    out, _, *saved = delta_scan_op(*tensors, 8, True)
+    arguments = (torch.ones_like(out), None, *tensors[:5], *saved, 8)
     torch.library.opcheck(delta_scan_backward_op, arguments, test_utils=ALONE)
 
 

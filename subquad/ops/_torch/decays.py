@@ -60,9 +60,18 @@ class Decay:
     @functools.cached_property
     def between(self) -> Tensor:
         """`exp(G_i - G_j)` `[M, C, C]` of decays per row; entries above the diagonal are unused."""
+        exact_MCC = self.__dict__.get("exact_between")
+        return self._differences().to(self.dtype).exp_() if exact_MCC is None else exact_MCC.to(self.dtype)
+
+    @functools.cached_property
+    def exact_between(self) -> Tensor:
+        """`between` in float64."""
+        return self._differences().exp_()
+
+    def _differences(self) -> Tensor:
         assert self.G is not None
         # Entries above the diagonal have positive exponents; clamped, they stay finite until tril_ removes them.
-        return (self.G - self.G.mT).clamp_(max=0).to(self.dtype).exp_()
+        return (self.G - self.G.mT).clamp_(max=0)
 
     @functools.cached_property
     def pairs(self) -> PairWeights:
@@ -101,7 +110,7 @@ class Decay:
         return (x_NCK[:, None] * factor_MCF.unflatten(0, (-1, self.share))).flatten(0, 1)
 
     def scores(self, q_NCK: Tensor, k_NCK: Tensor) -> Tensor:
-        """Return the weight `[M, C, C]` of value j in row i."""
+        """Return the weight `[M, C, C]` of value j in row i: in float64 if q and k are, and decays not by channel."""
         if self.by_channel:
             scores_MCC = torch.bmm(self.rows(q_NCK), self._scaled(k_NCK, self.from_row).mT).tril_()
             if self.late is None:
@@ -111,7 +120,8 @@ class Decay:
         scores_NCC = torch.bmm(q_NCK, k_NCK.mT)
         if self.G is None:
             return by_heads(scores_NCC.tril_(), self.share)
-        return self._scaled(scores_NCC, self.between).tril_()
+        exact = scores_NCC.dtype == torch.float64
+        return self._scaled(scores_NCC, self.exact_between if exact else self.between).tril_()
 
     def gradients(
         self,

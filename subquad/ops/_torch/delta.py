@@ -9,11 +9,15 @@ In a chunk that begins with the state S, G the sums of log f, `<x, y>` the produ
 
     (I + diag(b) A) u = b (v - (k exp(G)) S)
 
-It is solved row by row (substitution). Powers or the inverse of A would be wrong by many orders of magnitude for equal
-keys and b = 2, where u is bounded and they are not. Nothing dampens an error there either, so the system is float64
-from its products on: the scores of keys and k S, and those of queries and keys, which are rounded afterwards. (Decays
-by channel keep products of float32, which lose two digits more if keys differ by 1e-4: with the exponentials of all
-channels in float64 the forward pass takes 1.6 times as long.) With du the gradient of u, and g of the right-hand side:
+whose inverse, made by substitution, is applied to v and to k exp(G):
+
+    u = inverse b v - (inverse b k exp(G)) S
+
+No entry of it exceeds 2 as long as b |k|^2 does not, but sums in these products cancel, and with b = 2 nothing dampens
+their error in later rows. So they are float64, from the scores of keys on, and rounded at the end: keys that differ by
+1e-4 lose no more than token by token. (Decays by channel keep scores of float32, which lose two digits more then: with
+the exponentials of all channels in float64 the forward pass takes 1.6 times as long.) A series of powers of A would be
+wrong by many orders of magnitude. With du the gradient of u, and g of the right-hand side:
 
     (I + diag(b) A)^T g = du,    dv = b g,    db = g (v - (k exp(G)) S - A u),    dA = -(b g) u^T
 
@@ -39,22 +43,26 @@ from subquad.ops.backends import without_autocast
 from subquad.tracing import without_tangents
 
 CHUNK = 32
-"""Rows of a chunk: in larger ones the systems and scores, products of float64, cost more than a state for each."""
+"""Rows of a chunk: in larger ones the systems, products of float64, cost more than a state for each."""
 
 
-def _solve(A_NCC: Tensor, x_NCV: Tensor, *, transposed: bool = False) -> Tensor:
-    """Solve `(I + A) y = x`, or `(I + A)^T y = x`, in float64; A is read below the diagonal only; x may be overwritten.
+def _inverse(A_MCC: Tensor) -> Tensor:
+    """Return `(I + A)^-1` in float64; A is read below the diagonal only."""
+    A = A_MCC.double()
+    identity = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).expand_as(A).contiguous()
+    # The transpose is solved: LAPACK reads its columns where they are, without copies.
+    return torch.linalg.solve_triangular(A.mT, identity, upper=True, left=False, unitriangular=True, out=identity).mT
 
-    The rows of y are solved as columns, `y^T (I + A)^T = x^T`: LAPACK reads these where they are, without copies.
-    """
-    A, x_NVC = A_NCC.double(), x_NCV.double().mT
-    A, upper = (A, False) if transposed else (A.mT, True)
-    solved = torch.linalg.solve_triangular(A, x_NVC, upper=upper, left=False, unitriangular=True, out=x_NVC)
-    return solved.mT
+
+def _times(inverse_MCC: Tensor, x_MCV: Tensor, *, careful: bool = False) -> Tensor:
+    """Return the product, made in float64; if `careful`, rows from the first on that is not finite are NaN."""
+    x, lost = _without_lost(x_MCV) if careful else (x_MCV, None)
+    y = torch.bmm(inverse_MCC, x.double()).to(x.dtype)
+    return y if lost is None else y.masked_fill_(lost, torch.nan)
 
 
 def _wide(q_NTK: Tensor, log_f_NTF: Tensor | None) -> torch.dtype:
-    """Return the type of the system's products: float64, with decays by channel that of the inputs."""
+    """Return the type of the keys' products: float64, with decays by channel that of the inputs."""
     return q_NTK.dtype if log_f_NTF is not None and log_f_NTF.shape[-1] > 1 else torch.float64
 
 
@@ -68,36 +76,57 @@ def delta_scan_op(
     state_NKV: Tensor,
     chunk: int,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return outputs, the final state and, with `save`, the state before each chunk."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return outputs, the final state and, with `save`, the state before each chunk and u."""
+    tensors = (q_NTK, k_NTK, v_NTV, beta_NT1, log_f_NTF, state_NKV)
+    # What is not finite in u stays in the state to the end. Elsewhere than on a CPU the test would wait for the device.
+    careful = state_NKV.device.type != "cpu"
+    result = _forward(*tensors, chunk, save=save, careful=careful)
+    if not careful and not result[1].isfinite().all():
+        return _forward(*tensors, chunk, save=save, careful=True)
+    return result
+
+
+def _forward(
+    q_NTK: Tensor,
+    k_NTK: Tensor,
+    v_NTV: Tensor,
+    beta_NT1: Tensor,
+    log_f_NTF: Tensor | None,
+    state_NKV: Tensor,
+    chunk: int,
+    *,
+    save: bool,
+    careful: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute what the operation returns; if `careful`, rows before one that is not finite have their usual bits."""
     out_NTV, parts, wide = empty_like(v_NTV), pieces(q_NTK, v_NTV, log_f_NTF, chunk), _wide(q_NTK, log_f_NTF)
     # Without `save` each piece overwrites the states of the one before.
     counts = [part.chunks for part in parts]
     kept = sum(counts) if save else max(counts, default=0)
     states, end_NKV = empty(state_NKV, kept, *state_NKV.shape), state_NKV.clone(memory_format=torch.contiguous_format)
+    u_NTV = empty_like(v_NTV) if save else v_NTV.new_empty(0)
     for part in parts:
-        q, k = part.take(q_NTK), part.take(k_NTK)
-        log_f = None if log_f_NTF is None else part.take(log_f_NTF)
-        v, b, k_wide = (*(part.take(x, wide) for x in (v_NTV, beta_NT1)), k.to(wide))
-        decay = Decay(log_f, q, v)
-        exact = decay if wide == q.dtype else Decay(log_f, k_wide, v)
-        here, u = states[part.places if save else slice(0, part.chunks)], torch.empty_like(v, dtype=v_NTV.dtype)
+        q, k, v, b = (part.take(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1))
+        decay, k_wide = Decay(None if log_f_NTF is None else part.take(log_f_NTF), q, v), k.to(wide)
+        inverse = _inverse(decay.scores(k_wide, k_wide).mul_(b)).mul_(b.mT)
+        if careful:
+            inverse = inverse.tril_()  # b that is not finite, times zero
+        u, reads = (_times(inverse, x, careful=careful) for x in (v, decay.rows(k)))
+        here = states[part.places if save else slice(0, part.chunks)]
         here[0].copy_(end_NKV)
         befores, afters = here.unbind(), [*here[1:].unbind(), end_NKV]
-        each = _chunks(
-            part, exact.scores(k_wide, k_wide).mul_(b), v, b, exact.rows(k_wide), decay.columns(k), decay.whole, u
-        )
-        for (A, v_NCV, b_NC1, row_NCK, column_NCK, whole, u_NCV), before_NKV, after_NKV in zip(
-            each, befores, afters, strict=True
-        ):
-            error_NCV = torch.baddbmm(v_NCV, row_NCK, before_NKV.to(wide), alpha=-1)
-            u_NCV.copy_(_solve(A, error_NCV.mul_(b_NC1)))
+        each = _chunks(part, u, reads, decay.columns(k), decay.whole)
+        for (u_NCV, read_NCK, column_NCK, whole), before_NKV, after_NKV in zip(each, befores, afters, strict=True):
+            u_NCV.baddbmm_(read_NCK, before_NKV, alpha=-1)
             torch.baddbmm(before_NKV if whole is None else before_NKV * whole, column_NCK.mT, u_NCV, out=after_NKV)
-        u, lost = _without_lost(u)
-        scores, state = exact.scores(q.to(wide), k_wide).to(u.dtype), here.flatten(0, 1)
-        out = torch.bmm(scores, u).baddbmm_(decay.rows(q), state)
+        if save:
+            part.put(u, u_NTV)
+        u, lost = _without_lost(u) if careful else (u, None)
+        scores = decay.scores(q.to(wide), k_wide).to(u.dtype)
+        out = torch.bmm(scores, u).baddbmm_(decay.rows(q), here.flatten(0, 1))
         part.put(out if lost is None else out.masked_fill_(lost, torch.nan), out_NTV)
-    return out_NTV, end_NKV, states[: len(states) if save else 0]
+    return out_NTV, end_NKV, states[: len(states) if save else 0], u_NTV
 
 
 def _chunks(part: Piece, *tensors: Tensor | None) -> Any:
@@ -107,23 +136,21 @@ def _chunks(part: Piece, *tensors: Tensor | None) -> Any:
     return zip(*each, strict=True)
 
 
-def _without_lost(u_MCV: Tensor) -> tuple[Tensor, Tensor | None]:
+def _without_lost(x_MCV: Tensor) -> tuple[Tensor, Tensor]:
     """Replace by zeros the rows from the first on that is not finite, and return which these are, `[M, C, 1]`.
 
-    If `b |k|^2` exceeds 2 the state may overflow. In the product with the scores, zero times infinity would turn the
-    rows before it into NaN.
+    If `b |k|^2` exceeds 2 the state may overflow. In a product with the rows before, zero times infinity would turn
+    these into NaN.
     """
-    # Elsewhere than on a CPU the test would wait for the device. One pass: the extremes of NaN are NaN.
-    if u_MCV.device.type == "cpu" and (not u_MCV.numel() or all(x.isfinite() for x in u_MCV.aminmax())):
-        return u_MCV, None
-    lost_MC1 = (~u_MCV.isfinite()).any(-1, keepdim=True).to(torch.uint8).cummax(1).values.bool()
-    return u_MCV.masked_fill(lost_MC1, 0.0), lost_MC1
+    lost_MC1 = (~x_MCV.isfinite()).any(-1, keepdim=True).to(torch.uint8).cummax(1).values.bool()
+    return x_MCV.masked_fill(lost_MC1, 0.0), lost_MC1
 
 
 @delta_scan_op.register_fake
 def _(q, k, v, beta, log_f, state, chunk, save):  # type: ignore[no-untyped-def]
     chunks = chunks_of(v.shape[1], chunk, log_f) if save else 0
-    return v.new_empty(v.shape), state.new_empty(state.shape), state.new_empty(chunks, *state.shape)
+    u = v.new_empty(v.shape if save else 0)
+    return v.new_empty(v.shape), state.new_empty(state.shape), state.new_empty(chunks, *state.shape), u
 
 
 @torch.library.custom_op("subquad::delta_scan_backward", mutates_args=())
@@ -137,6 +164,7 @@ def delta_scan_backward_op(
     beta_NT1: Tensor,
     log_f_NTF: Tensor | None,
     states: Tensor,
+    u_NTV: Tensor,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, beta, log f (empty if none) and the initial state.
@@ -151,22 +179,19 @@ def delta_scan_backward_op(
     def visit(part: Piece) -> None:
         """Write the gradients of a piece; at its return what it held is free before the next one begins."""
         nonlocal r_NKV
-        q, k, v, b, do = (part.take(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1, grad_NTV))
-        log_f = None if log_f_NTF is None else part.take(log_f_NTF)
-        decay, k_wide = Decay(log_f, q, v), k.to(wide)
-        exact = decay if wide == q.dtype else Decay(log_f, k_wide, v)
-        state, rows, columns = part.of(states), decay.rows(k), decay.columns(k)
-        weights, scores = exact.scores(k_wide, k_wide), decay.scores(q, k)
-        A, weights = weights * b, weights.to(v.dtype).tril_(-1)
+        q, k, v, b, do, u = (part.take(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1, grad_NTV, u_NTV))
+        decay, k_wide = Decay(None if log_f_NTF is None else part.take(log_f_NTF), q, v), k.to(wide)
+        state, rows = part.of(states), decay.rows(k)
+        weights, scores = decay.scores(k_wide, k_wide), decay.scores(q, k)
+        inverse, weights = _inverse(weights * b).mT, weights.to(v.dtype).tril_(-1)
         # The error of the values that the state predicts.
-        error = torch.baddbmm(v.to(wide), exact.rows(k_wide), state.to(wide), alpha=-1)
-        u, error = _solve(A, error * b).to(v.dtype), error.to(v.dtype)
-        g, r, du = torch.empty_like(v), torch.empty_like(state), torch.bmm(scores.mT, do)
-        to_state = torch.bmm(decay.rows(q).mT, do)
-        each = _chunks(part, A, b, rows, columns, decay.whole, du, to_state, g, r)
-        for A_NCC, b_NC1, row_NCK, column_NCK, whole, du_NCV, added_NKV, g_NCV, after_NKV in reversed([*each]):
+        error = torch.baddbmm(v, rows, state, alpha=-1)
+        r, to_state = torch.empty_like(state), torch.bmm(decay.rows(q).mT, do)
+        g, columns = (_times(inverse, x) for x in (torch.bmm(scores.mT, do), decay.columns(k)))
+        each = _chunks(part, b, rows, columns, decay.whole, to_state, g, r)
+        for b_NC1, row_NCK, column_NCK, whole, added_NKV, g_NCV, after_NKV in reversed([*each]):
             after_NKV.copy_(r_NKV)
-            g_NCV.copy_(_solve(A_NCC, torch.baddbmm(du_NCV, column_NCK, r_NKV), transposed=True))
+            g_NCV.baddbmm_(column_NCK, r_NKV)
             added_NKV.add_(r_NKV if whole is None else r_NKV * whole)
             r_NKV = torch.baddbmm(added_NKV, row_NCK.mT, g_NCV * b_NC1, alpha=-1)
         part.put((error.baddbmm_(weights, u, alpha=-1) * g).sum(-1, keepdim=True), dbeta_NT1)
@@ -188,20 +213,20 @@ def delta_scan_backward_op(
 
 
 @delta_scan_backward_op.register_fake
-def _(grad, grad_state, q, k, v, beta, log_f, states, chunk):  # type: ignore[no-untyped-def]
+def _(grad, grad_state, q, k, v, beta, log_f, states, u, chunk):  # type: ignore[no-untyped-def]
     dlog_f = q.new_empty(0) if log_f is None else log_f.new_empty(log_f.shape)
     return *(x.new_empty(x.shape) for x in (q, k, v, beta)), dlog_f, states.new_empty(states.shape[1:])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, _, ctx.chunk, _ = inputs
-    ctx.save_for_backward(*tensors, output[2])
+    ctx.save_for_backward(*tensors, *output[2:])
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
+    ctx.mark_non_differentiable(*output[2:])
 
 
 @without_tangents
-def _backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     grad = torch.zeros_like(tensors[2]) if grad is None else grad
     *gradients, dlog_f, dstate = delta_scan_backward_op(grad, grad_state, *tensors, ctx.chunk)

@@ -46,14 +46,12 @@ class Piece(NamedTuple):
         """Return a view of the rows `[P, N, C, K]`, without any that fill up a chunk."""
         return x_NTK[:, self.start : self.stop].unflatten(1, (self.chunks, -1)).transpose(0, 1)
 
-    def take(self, x_NTK: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def take(self, x_NTK: Tensor) -> Tensor:
         """Return the rows `[M, C, K]`, all heads of a chunk side by side; a view if the piece has one chunk."""
         x = x_NTK[:, self.start : self.stop]
         if self.chunks > 1:
             N, _, K = x.shape
-            x = x.reshape(N, self.chunks, self.size, K).transpose(0, 1)
-            return x.to(dtype or x.dtype, memory_format=torch.contiguous_format).reshape(-1, self.size, K)
-        x = x.to(dtype or x.dtype)
+            return x.reshape(N, self.chunks, self.size, K).transpose(0, 1).reshape(-1, self.size, K)
         missing = self.size - x.shape[1]
         return F.pad(x, (0, 0, 0, missing)) if missing else x
 
