@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from subquad.disk import write_atomically
 from subquad.parsing import decoded, parse_json
 from subquad.tracing import has_values
 
@@ -190,13 +190,7 @@ class State:
         data = save(tensors, metadata=header)
         # The checksum is that of the file with zeros in the checksum's own place.
         data = data.replace(blank.encode(), hashlib.sha256(data).hexdigest().encode(), 1)
-        aside = Path(f"{path}.tmp")
-        try:
-            aside.write_bytes(data)
-            os.replace(aside, path)
-        except OSError:
-            aside.unlink(missing_ok=True)
-            raise
+        write_atomically(Path(path), data)
 
     @classmethod
     def load(cls, path: str | Path, *, config_hash: str | None = None, model: nn.Module | None = None) -> State:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from experiments.harness.catalogue import DATA, HUB, LITTLE, PAGE
 from subquad.config import suggest
-from subquad.data.files import aside, cache_folder
+from subquad.data.files import cache_folder
 from subquad.data.packed import BAD_ZIP, DAMAGE, most, read_packed, too_much, unpack_any
 from subquad.data.sources import TarBytes
+from subquad.disk import aside
 
 ENVIRONMENT = "SUBQUAD_DATA"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from experiments.harness.catalogue import DATA, PAGE, Listed
 from experiments.harness.data import ENVIRONMENT, fetched_folder
 from subquad.config import suggest
-from subquad.data.files import aside
 from subquad.data.packed import DAMAGE, unpack_any
+from subquad.disk import aside
 
 SECONDS, TIMES = 60, 2
 """Time to wait for an answer; the most bytes that are read, as a multiple of the file's."""

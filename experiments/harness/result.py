@@ -19,8 +19,8 @@ from experiments.harness.source import library_hash
 from experiments.harness.units import Unit
 from experiments.harness.weight import weigh
 from subquad.config import digest
+from subquad.disk import write_atomically
 from subquad.parsing import check_keys, read_json
-from subquad.training.checkpoint import write_atomically
 
 FILE, PLOT, README = "result.json", "plot.png", "README.md"
 BEGIN, END = "<!-- begin: written by python -m experiments -->", "<!-- end -->"

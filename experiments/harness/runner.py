@@ -22,8 +22,8 @@ from experiments.harness.rates import with_choice
 from experiments.harness.source import library_hash
 from experiments.harness.train import InterruptedRunError, search_unit, train_unit
 from experiments.harness.units import BEGUN, DONE, ON_A_GPU, Unit, function, kept
+from subquad.disk import write_atomically
 from subquad.evaluation.provenance import provenance
-from subquad.training.checkpoint import write_atomically
 
 SPENT = "spent.txt"
 """Core-seconds of all starts of a unit, also of interrupted ones (but not of a killed process)."""

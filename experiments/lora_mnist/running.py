@@ -21,9 +21,9 @@ from benchmarks.memory import peak_bytes
 from experiments.lora_mnist import arms
 from experiments.lora_mnist.config import ARMS, SETS, MnistConfig
 from subquad.config import digest
+from subquad.disk import write_atomically
 from subquad.evaluation.provenance import provenance
 from subquad.parsing import check_keys, read_json
-from subquad.training.checkpoint import write_atomically
 
 TUNE_RATES = (3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 TUNE_ADAPTED = ("rotated", "inverted")

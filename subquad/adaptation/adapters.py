@@ -17,11 +17,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from subquad.adaptation import extended
 from subquad.config import Record
-from subquad.data.files import MODEL_FILES, aside, write_json
+from subquad.data.files import MODEL_FILES, write_json
+from subquad.disk import aside
 from subquad.hf import lora
 from subquad.hf.loading import read_config
 from subquad.parsing import read_json_mapping
 from subquad.training.checkpoint import share
+from subquad.training.checksums import write_checksums
 from subquad.training.config import LoraConfig, TrainConfig
 from subquad.training.processes import device_type
 from subquad.training.runs import run_folder
@@ -142,6 +144,7 @@ class Merging:
                     config = config.replace(data=config.data.replace(tokenizer=str(self.out / "tokenizer.json")))
                 config.to_file(folder / "config.yaml")
             write_json(folder / "merged.json", {"adapter": str(self.source), **asdict(lora.Base.read(self.source))})
+            write_checksums(folder)
             share(folder)
 
 

@@ -19,10 +19,12 @@ from subquad.adaptation.source import Source, Text, batches, fingerprint, load_s
 from subquad.adaptation.transfer import Progress, match, tune
 from subquad.config import differences
 from subquad.data.files import MODEL_FILES
+from subquad.disk import write_atomically
 from subquad.hf import SubquadForCausalLM, lora
 from subquad.models import Decoder
 from subquad.parsing import read_json_mapping
-from subquad.training.checkpoint import replace_folder, share, write_atomically
+from subquad.training.checkpoint import replace_folder, share
+from subquad.training.checksums import write_checksums
 from subquad.training.processes import device_type
 
 SETTINGS, RECORD = "conversion.json", "stage.json"
@@ -211,6 +213,7 @@ class Conversion:
         names = sorted(path.name for path in stage.iterdir() if path.name not in (RECORD, *kept))
         for name in sorted(names, key=lambda name: name == "config.json"):
             write_atomically(folder / name, (stage / name).read_bytes())
+        write_checksums(folder, [*kept, *names])
         share(folder)
 
 

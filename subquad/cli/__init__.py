@@ -9,6 +9,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 from subquad import program
 from subquad.config import suggest
@@ -37,6 +39,8 @@ COMMANDS = {name: f"subquad.cli.{_MODULES.get(name, name)}" for name in _HELP}
 """The module of each command. Its `run(arguments)` parses them, does the work and returns the exit status."""
 
 _LINES = "\n".join(f"  {name:10} {text}" for name, text in _HELP.items())
+EVERYWHERE = ("--debug", "--trust-changed")
+"""Options of every command."""
 OVERVIEW = f"""\
 usage: subquad COMMAND [options]
 
@@ -52,6 +56,7 @@ examples:
 
 `subquad COMMAND --help` lists the options of a command.
 `subquad COMMAND --debug ...` shows the traceback of an error.
+`subquad COMMAND --trust-changed ...` reads a model whose files were changed since it was saved.
 `subquad --version` prints the version.
 """
 
@@ -59,7 +64,7 @@ examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0 done, 1 failed, 2 wrong arguments, 130 interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    command = next((argument for argument in arguments if argument != "--debug"), "")
+    command = next((argument for argument in arguments if argument not in EVERYWHERE), "")
     if command in ("-h", "--help", "--version"):
         sys.stdout.write(OVERVIEW if command != "--version" else f"subquad {__version__}\n")
         return 0
@@ -69,6 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     arguments.remove(command)
     return guarded(lambda rest: _run(command, rest), arguments, informs=command in ("train", "extend"))
+
+
+def _trusting() -> Any:
+    return importlib.import_module("subquad.training.checksums").trusting()
 
 
 def _run(command: str, arguments: list[str]) -> int:
@@ -81,8 +90,8 @@ def _run(command: str, arguments: list[str]) -> int:
 def guarded(run: Callable[[list[str]], int], arguments: Sequence[str], *, informs: bool = False) -> int:
     """Run `run(arguments)` and return its exit status; print an error and return 1, or 130 for an interrupt.
 
-    `--debug` is removed from the arguments and shows an error's traceback. `informs` prints the library's INFO log, not
-    only its warnings.
+    `EVERYWHERE` is removed from the arguments: `--debug` shows an error's traceback, `--trust-changed` reads models as
+    they are. `informs` prints the library's INFO log, not only its warnings.
     """
     debug = "--debug" in arguments
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
@@ -91,9 +100,10 @@ def guarded(run: Callable[[list[str]], int], arguments: Sequence[str], *, inform
     first = os.environ.get("RANK", "0") == "0"  # only rank 0 logs
     usual = logging.INFO if informs and first else logging.WARNING
     logging.getLogger("subquad").setLevel(logging.DEBUG if debug else usual)
-    rest = [argument for argument in arguments if argument != "--debug"]
+    rest = [argument for argument in arguments if argument not in EVERYWHERE]
     try:
-        status = run(rest)
+        with _trusting() if "--trust-changed" in arguments else nullcontext():
+            status = run(rest)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:

@@ -10,8 +10,10 @@ from typing import Any
 
 from subquad import training
 from subquad.cli.arguments import Parser
-from subquad.data.files import MODEL_FILES, aside
+from subquad.data.files import MODEL_FILES
+from subquad.disk import aside
 from subquad.training.checkpoint import share
+from subquad.training.checksums import write_checksums
 
 NAMES = (
     "llama", "mistral", "ministral", "qwen2", "qwen3", "gpt2", "gpt_neox", "mamba2", "granitemoehybrid", "bamba",
@@ -69,4 +71,5 @@ def write_model(target: Path, model: Any, texts: Mapping[str, str], kept_from: P
                 shutil.copyfile(kept_from / name, folder / name)
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
+        write_checksums(folder)
         share(folder)

@@ -22,13 +22,13 @@ from subquad.data.files import write_json
 from subquad.data.images import ImageSet
 from subquad.data.probes import HELD_OUT, probe_rows
 from subquad.data.tokenizers import encode_text
+from subquad.disk import write_atomically
 from subquad.evaluation import evaluate, evaluate_images
 from subquad.evaluation.probes import overall, right_answers
 from subquad.generation import Generation, SamplingConfig, generate_images
 from subquad.generation.images import picture_of, square
 from subquad.program import command
 from subquad.training.baselines import NGRAM_READ
-from subquad.training.checkpoint import write_atomically
 from subquad.training.progress import read_metrics
 from subquad.training.report import measure, write_report
 from subquad.training.tasks_text import reported_from

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from subquad.config import digest
 from subquad.data.config import DataConfig
-from subquad.data.files import Progress, cache_folder, fill_once, remove, sha256_of, silent, write_json
+from subquad.data.files import Progress, cache_folder, fill_once, silent, write_json
 from subquad.data.shards import FORMAT_VERSION, TokenShard
 from subquad.data.sources import READING_VERSION, Source, cut, hold_out, open_source
 from subquad.data.special_tokens import CONFIG, tokenizer_config
@@ -21,6 +21,7 @@ from subquad.data.token_set import TokenSet, held_out_names, is_token_set
 from subquad.data.token_writer import encoded, shard_writer
 from subquad.data.tokenizers import Encoder, load_tokenizer, pieces, tokenizer_hash
 from subquad.data.vocabularies import TRAINED, make_tokenizer
+from subquad.disk import remove, sha256_of
 from subquad.parsing import check_keys, read_json
 
 logger = logging.getLogger(__name__)

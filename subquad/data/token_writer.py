@@ -11,12 +11,13 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from subquad.config import check_at_least
-from subquad.data.files import Progress, aside, silent, write_json
+from subquad.data.files import Progress, silent, write_json
 from subquad.data.shards import Entry, ShardWriter
 from subquad.data.sources import Source, open_source
 from subquad.data.special_tokens import CONFIG, log_separator, tokenizer_config
 from subquad.data.token_set import TokenSet, write_index
 from subquad.data.tokenizers import Encoder, tokenizer_hash, vocab_size
+from subquad.disk import aside
 
 
 def write_tokens(

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.config import digest
-from subquad.data.files import Progress, cache_folder, fill_once, sha256_of, silent, usable, write_json
+from subquad.data.files import Progress, cache_folder, fill_once, silent, usable, write_json
 from subquad.data.packing import Packing, pack
 from subquad.data.shards import TokenShard
 from subquad.data.token_set import OPEN_SHARDS, ShardError, TokenSet
+from subquad.disk import sha256_of
 from subquad.parsing import read_json_mapping
 
 logger = logging.getLogger(__name__)

@@ -25,10 +25,17 @@ from subquad.generation import BatchDecoder, SamplingConfig, TextStream
 from subquad.serving import schemas
 from subquad.serving.config import ServeConfig
 from subquad.serving.engine import Engine, Job
-from subquad.serving.gate import GONE, APIError, Body, Count, Key, add_handlers, json_response
+from subquad.serving.gate import GONE, APIError, Body, Count, Key, add_handlers, json_response, needs_key
 from subquad.serving.metrics import CONTENT_TYPE, Metrics
 from subquad.serving.replies import Kind, Reply
-from subquad.serving.schemas import ChatRequest, CompletionRequest, error_replies, shortened
+from subquad.serving.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    error_replies,
+    shortened,
+)
 from subquad.serving.texts import Texts
 from subquad.version import __version__
 
@@ -115,14 +122,40 @@ class Routes:
         """Answer a chat. Without a chat template, the prompt is `role: content` lines, then `assistant:`."""
         self._check_model(body.model)
         self._engine.check()
-        messages = [{"role": message.role, "content": message.text} for message in body.messages]
-        try:
-            text, stops = await asyncio.to_thread(self._texts.chat, messages)
-        except ValueError as error:
-            raise APIError(400, str(error), param="messages") from error
+        text, stops = await self._chat(body.messages)
         prompts = [await self._encoded(text, "messages")]
         stops = [*body.stops, *stops]
         return await self._answer(request, body, "chat", prompts, stops, body.limit, self._config.max_tokens)
+
+    async def tokenize(self, body: TokenizeRequest) -> Response:
+        """Return the tokens of a prompt or a chat, as vLLM's server does."""
+        self._check_model(body.model)
+        text, param = body.prompt, "prompt"
+        if text is None:
+            (text, _), param = await self._chat(body.messages or []), "messages"
+        try:
+            tokens = await asyncio.to_thread(self._texts.encode, text, begin=body.add_special_tokens)
+        except ValueError as error:
+            raise APIError(400, str(error), param=param) from error
+        words = [self._texts.tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
+        found = {"count": len(tokens), "max_model_len": self._config.max_context, "tokens": tokens}
+        return json_response({**found, "token_strs": words})
+
+    async def detokenize(self, body: DetokenizeRequest) -> Response:
+        """Return the text of tokens, special ones included, as vLLM's server does."""
+        self._check_model(body.model)
+        size = self._texts.tokenizer.get_vocab_size()
+        if wrong := [token for token in body.tokens if token >= size][:1]:
+            raise APIError(400, f"tokens must be below {size}, got {wrong[0]}", param="tokens")
+        text = await asyncio.to_thread(self._texts.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return json_response({"prompt": text})
+
+    async def _chat(self, messages: Sequence[schemas.Message]) -> tuple[str, list[str]]:
+        """Return a chat's prompt and stop strings, or 400 if the model's template refuses it."""
+        try:
+            return await asyncio.to_thread(self._texts.chat, [{"role": m.role, "content": m.text} for m in messages])
+        except ValueError as error:
+            raise APIError(400, str(error), param="messages") from error
 
     async def _encoded(self, prompt: str | list[int], param: str) -> list[int]:
         """Return the prompt's tokens, or 400 if there are none or too many."""
@@ -288,6 +321,12 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
         ("/v1/chat/completions", routes.chat, schemas.ChatCompletion),
     ):
         app.add_api_route(path, route, methods=["POST"], responses={200: {"model": answer, **events}, **REFUSALS})
+    app.add_api_route(
+        "/tokenize", routes.tokenize, methods=["POST"], responses={200: {"model": schemas.Tokenized}, **REFUSALS}
+    )
+    app.add_api_route(
+        "/detokenize", routes.detokenize, methods=["POST"], responses={200: {"model": schemas.Detokenized}, **REFUSALS}
+    )
 
 
 def _describe_errors(app: FastAPI, *, with_key: bool) -> None:
@@ -299,7 +338,7 @@ def _describe_errors(app: FastAPI, *, with_key: bool) -> None:
         for path, operations in found["paths"].items():
             for operation in operations.values():
                 operation["responses"].pop("422", None)
-                if with_key and (path.startswith("/v1/") or path == "/metrics"):
+                if with_key and needs_key(path):
                     operation["security"] = [{"key": []}]
         for name in ("HTTPValidationError", "ValidationError"):
             found["components"]["schemas"].pop(name, None)

@@ -128,6 +128,10 @@ GONE = 499
 """Status that is counted if the client disconnects before its answer; it is never sent."""
 
 
+BODIES = 8
+"""Most bodies of the largest size that are held at once; smaller ones count by their bytes."""
+
+
 class Count:
     """Count answers by route and status, and drop clients that accept no data for `seconds`."""
 
@@ -142,7 +146,8 @@ class Count:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, stuck = 500, False
+        status: int | None = None
+        failed = stuck = False
 
         async def counted(message: Message) -> None:
             nonlocal status, stuck
@@ -159,10 +164,16 @@ class Count:
             await self._app(scope, receive, counted)
         except TimeoutError:
             if not stuck:
+                failed = True
                 raise
             status = GONE
             logger.warning("a client accepted no data for %g s; its connection is closed", self._seconds)
+        except BaseException:
+            failed = True
+            raise
         finally:
+            if status is None:  # no answer was begun: an error of ours, or the client left in the middle of its body
+                status = 500 if failed else GONE
             # Unknown paths and methods share one label: with labels of their own, clients could fill the memory.
             route = scope["path"] if scope["path"] in self._routes else "other"
             if scope["path"].startswith("/v1/models/"):
@@ -171,8 +182,17 @@ class Count:
             self._metrics.count_request(route, method, status)
 
 
+KEPT = ("/metrics", "/tokenize", "/detokenize")
+"""Paths outside `/v1/` that need the key."""
+
+
+def needs_key(path: str) -> bool:
+    """Return whether requests to `path` need the server's key."""
+    return path.startswith("/v1/") or path in KEPT
+
+
 class Key:
-    """Require `Authorization: Bearer KEY` for requests to `/v1/` and `/metrics`."""
+    """Require `Authorization: Bearer KEY` for requests to `/v1/` and to `KEPT`."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
@@ -180,7 +200,7 @@ class Key:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on or answer 401."""
-        if scope["type"] == "http" and (scope["path"].startswith("/v1/") or scope["path"] == "/metrics"):
+        if scope["type"] == "http" and needs_key(scope["path"]):
             kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
             # Compared in constant time, so that timing doesn't reveal how much of a guess is right.
             if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):
@@ -192,21 +212,33 @@ class Key:
 
 
 class Body:
-    """Read the whole body before passing a request on; refuse more than `most` bytes and more than `seconds`."""
+    """Read the whole body before passing a request on; refuse more than `most` bytes and more than `seconds`.
+
+    The bodies of all requests together may have `BODIES` times `most` bytes, from their arrival to their answer's end.
+    """
 
     def __init__(self, app: ASGIApp, most: int, seconds: float) -> None:
         self._app = app
         self._most = most
         self._seconds = seconds
+        self._held = 0
+        """Bytes of all bodies now."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on with its whole body, or answer 408, 413 or 400."""
+        """Pass a request on with its whole body, or answer 408, 413, 429 or 400."""
         if scope["type"] != "http" or scope["method"] not in ("PATCH", "POST", "PUT"):
             await self._app(scope, receive, send)
             return
+        body = bytearray()
+        try:
+            await self._pass(scope, receive, send, body)
+        finally:
+            self._held -= len(body)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send, into: bytearray) -> None:
         try:
             async with asyncio.timeout(self._seconds):
-                body = await self._read(scope, receive)
+                body = await self._read(scope, receive, into)
         except TimeoutError:
             await APIError(408, f"the body took more than {self._seconds:g} s").response()(scope, receive, send)
             return
@@ -225,17 +257,21 @@ class Body:
 
         await self._app(scope, replay, send)
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+    async def _read(self, scope: Scope, receive: Receive, body: bytearray) -> bytes | None:
         too_large = APIError(413, f"a request may have {self._most} bytes, but this one has more")
         said = Headers(scope=scope).get("content-length", "")
         if said.isdecimal() and int(said) > self._most:
             raise too_large
-        body = bytearray()
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            body += message.get("body", b"")
+            part = message.get("body", b"")
+            if self._held + len(part) > BODIES * self._most:
+                text = f"the server holds {self._held} bytes of requests and takes no more; try again later"
+                raise APIError(429, text, headers={"Retry-After": "1"})
+            body += part
+            self._held += len(part)
             if len(body) > self._most:
                 raise too_large
             if not message.get("more_body", False):

@@ -242,6 +242,29 @@ class ChatRequest(_Request):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
+class TokenizeRequest(_Strict):
+    """The body of `POST /tokenize`: a prompt or the messages of a chat."""
+
+    model: str | None = Field(None, description="The served model; optional.")
+    prompt: Filled | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
+    add_special_tokens: Flag = Field(default=True, description="Begin as a prompt of the model does.")
+    return_token_strs: Flag = Field(default=False, description="Also return the tokens as text.")
+
+    @model_validator(mode="after")
+    def _one_text(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            _refuse("prompt", "give either prompt, a text, or messages, those of a chat")
+        return self
+
+
+class DetokenizeRequest(_Strict):
+    """The body of `POST /detokenize`."""
+
+    model: str | None = Field(None, description="The served model; optional.")
+    tokens: Annotated[list[Token], Field(max_length=1 << 20, fail_fast=True)]
+
+
 def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
     """Return a sentence for the first of pydantic's errors, and the name of its field."""
     error = errors[0]
@@ -336,6 +359,21 @@ class ChatCompletion(_Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+
+
+class Tokenized(_Answer):
+    """The answer of `POST /tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(_Answer):
+    """The answer of `POST /detokenize`."""
+
+    prompt: str
 
 
 class ModelFacts(_Answer):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 from tokenizers import Tokenizer
 
 from subquad.data.special_tokens import CONFIG, read_special_tokens
-from subquad.data.tokenizers import encode_prompt
+from subquad.data.tokenizers import encode_prompt, encode_text
 from subquad.parsing import read_json_mapping, read_text
 from subquad.training.runs import LoadedRun
 
@@ -41,9 +41,9 @@ class Texts:
         """Return the texts of a model that was loaded from its folder."""
         return cls(loaded.tokenizer, read_template(loaded.folder), loaded.end_tokens)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a prompt. Raises `ValueError` if there are none."""
-        tokens = encode_prompt(self.tokenizer, text)
+    def encode(self, text: str, *, begin: bool = True) -> list[int]:
+        """Return the tokens of a prompt, after its begin tokens if `begin`. Raises `ValueError` if there are none."""
+        tokens = (encode_prompt if begin else encode_text)(self.tokenizer, text)
         if not tokens:
             raise ValueError("the prompt must hold at least one token, got an empty text")
         return tokens

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from subquad import disk
 from subquad.config import differences
-from subquad.data import files as disk
 from subquad.data.corpus import FILES
 from subquad.models.config import DecoderConfig
 from subquad.parsing import check_keys, read_json
@@ -72,7 +72,7 @@ def publish(folder: Path, target: Path, *, step: int, settings: Mapping[str, Any
             for name, path in zip(names, files, strict=True)
         },
     }
-    write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+    disk.write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
     for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
         disk.sync(path)
     replace_folder(folder, target)
@@ -99,12 +99,6 @@ def replace_folder(source: Path, target: Path) -> None:
     os.replace(source, target)
     disk.sync(target.parent)
     shutil.rmtree(trash, ignore_errors=True)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace the file `path` atomically: readers see the whole old file or the whole new one."""
-    with disk.aside(path) as draft:
-        draft.write_bytes(data)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

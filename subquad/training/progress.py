@@ -16,9 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
 from subquad.config import digest
+from subquad.disk import write_atomically
 from subquad.parsing import check_keys, parse_json, read_text
 from subquad.program import install
-from subquad.training.checkpoint import write_atomically
+from subquad.training.errors import SaveError
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +122,14 @@ class Metrics:
     def _write(self, record: dict[str, float]) -> None:
         if self._trackers is None:
             return
-        with (self.folder / METRICS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        try:
+            with (self.folder / METRICS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise SaveError(
+                f"a line of {METRICS} could not be written to {self.folder}: {error}. Checkpoints are untouched: "
+                "free some space and run the same command again"
+            ) from error
         named = {
             f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": value
             for name, value in record.items()

@@ -13,10 +13,10 @@ import torch
 from rich.table import Table
 
 from subquad.config import Record
+from subquad.disk import write_atomically
 from subquad.inference import device_of, inference
 from subquad.models import Decoder
 from subquad.training.baselines import Baselines, measure_baselines
-from subquad.training.checkpoint import write_atomically
 
 STATE_AFTER = (1_000, 100_000)
 """Token counts at which the state's size is reported."""

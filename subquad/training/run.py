@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
+from subquad import disk
 from subquad.config import read_mapping
 from subquad.memory import is_out_of_memory
 from subquad.models.stacks import options_of
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CURVES = "curves.png"
+CURVES, HOLDER = "curves.png", ".process"
 Prepare = Callable[[TrainConfig, Console | None], Task]
 
 
@@ -104,6 +105,13 @@ def train(config: TrainConfig, *, console: Console | None = None, prepare: Prepa
 
 
 def _train(config: TrainConfig, processes: Processes, console: Console | None, prepare: Prepare) -> RunResult:
+    with ExitStack() as held:  # the folder, until this run of it ends
+        return _train_held(held, config, processes, console, prepare)
+
+
+def _train_held(
+    held: ExitStack, config: TrainConfig, processes: Processes, console: Console | None, prepare: Prepare
+) -> RunResult:
     folder = Path(config.run.folder)
     check_folder(folder)
     new, config = not folder.exists(), with_kept_steps(config)
@@ -115,16 +123,28 @@ def _train(config: TrainConfig, processes: Processes, console: Console | None, p
     first = task.first_phase()
     settings = settings_of(task, precision_of(config), processes)
 
+    def hold() -> None:
+        try:
+            held.enter_context(disk.claimed(folder / HOLDER))
+        except disk.InUseError as error:
+            raise ValueError(
+                f"run.folder={str(folder)!r} is being trained by {error}: wait for it, or choose another folder"
+            ) from error
+
     def find_checkpoint() -> Path | None:
+        if exists := folder.is_dir():
+            hold()
         checkpoint.sweep(root)
         policy = config.run.resume
         if first is not None and policy == "must" and _newest_step(first):
             policy = "auto"  # the checkpoint to resume from may belong to the first phase
         found = checkpoint_to_resume(root, config, policy, settings)
         root.mkdir(parents=True, exist_ok=True)
+        if not exists:
+            hold()
         task.write_settings(task.config.run.steps)
         for name, content in task.files.items():
-            checkpoint.write_atomically(folder / name, content)
+            disk.write_atomically(folder / name, content)
         if found is not None:
             warn_of_new_random_numbers(found, config, processes)
         return found
@@ -276,7 +296,7 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"run.folder={str(folder)!r} is a file; give a folder")
     if (folder / "config.yaml").is_file() or (folder / "checkpoints").is_dir():
         return
-    found = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+    found = sorted({file.name for file in folder.iterdir()} - {HOLDER}) if folder.is_dir() else []
     if found:
         raise ValueError(
             f"run.folder={str(folder)!r} is not a run, but has other files ({', '.join(found[:3])}"

@@ -27,6 +27,7 @@ from subquad.models import Decoder
 from subquad.models.image import ImageModel
 from subquad.parsing import read_json_mapping
 from subquad.program import command
+from subquad.training.checksums import check_unchanged
 from subquad.training.config import TrainConfig
 from subquad.training.processes import device_type
 from subquad.training.saving import CHECKPOINTS
@@ -237,6 +238,7 @@ def _model_folder(folder: str | Path) -> tuple[Path, Path]:
         if settings.is_file():
             hint = f"its training has not ended; go on with: {command('train', '--config', settings)}"
         raise FileNotFoundError(f"{folder} holds no config.json, so no trained model; {hint}")
+    check_unchanged(folder)
     disable_progress_bar()  # loading is too quick for a bar
     return folder, home
 

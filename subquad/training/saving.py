@@ -26,8 +26,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from subquad import disk
 from subquad.parsing import check_keys, parse_json, read_json
 from subquad.training import checkpoint
+from subquad.training.checksums import CHECKSUMS, write_checksums
 from subquad.training.errors import CheckpointError, NonFiniteError, SaveError, reading
 from subquad.training.processes import Processes, now_at
 from subquad.training.task import Task, weights_file
@@ -143,11 +145,16 @@ class Checkpoints:
                     shutil.rmtree(aside, ignore_errors=True)
                     self.write_weights(aside, weights)
                     checkpoint.share(aside)
+                    disk.sync(aside)
                     # Move the configuration last: after a crash, a folder that has it also has the weights.
                     last = ("config.json", "adapter_config.json")
+                    names = {path.name for path in aside.iterdir()}
+                    (folder / CHECKSUMS).unlink(missing_ok=True)
                     for path in sorted(aside.iterdir(), key=lambda path: path.name in last):
                         path.replace(folder / path.name)
                     aside.rmdir()
+                    write_checksums(folder, names.union(self.task.files))
+                    disk.sync(folder)
 
     def load(self, folder: Path) -> Standing:
         """Load weights, optimizer and schedule strictly. Raises `CheckpointError`. All processes must call it."""

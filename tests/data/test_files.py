@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from subquad.data.files import aside, cache_folder, locked
+from subquad.data.files import cache_folder
+from subquad.disk import aside, locked
 
 
 def names(folder):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from subquad.training import checkpoint, train
+from subquad.training.checksums import CHECKSUMS
 from subquad.training.errors import CheckpointError, SaveError
 from subquad.training.processes import Processes
 from subquad.training.saving import Checkpoints, Standing, load_rng, save_rng
@@ -99,7 +100,7 @@ def test_a_final_model_that_has_its_configuration_has_all_its_files_after_any_cr
         there = names & {path.name for path in folder.iterdir()}
         assert there == names if configuration <= there else crashed
         checkpoints.save_final(folder)
-        assert {path.name for path in folder.iterdir()} == names
+        assert {path.name for path in folder.iterdir()} == {*names, CHECKSUMS}
         if not crashed:
             break
     assert number > len(names)

@@ -22,9 +22,10 @@ import numpy as np
 
 from subquad.config import digest
 from subquad.data.config import LabelledConfig
-from subquad.data.files import Progress, aside, cache_folder, locked, remove, silent, usable
+from subquad.data.files import Progress, cache_folder, silent, usable
 from subquad.data.lra.store import PARTS, Labelled, Store, kept, write_store
 from subquad.data.packed import load_arrays
+from subquad.disk import aside, locked, remove
 
 logger = logging.getLogger(__name__)
 
