@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The safe loader, in C where PyYAML has it."""
 DEPTH = 100
 """Largest nesting depth of mappings and lists."""
 VALUES = 200_000
@@ -82,10 +84,10 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Return the value of a YAML text, by the safe loader; `ValueError` begins with `where`."""
+    """Return the value of a YAML text, by a safe loader; `ValueError` begins with `where`."""
     check_yaml(text, where)
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, Loader=LOADER)  # noqa: S506 - a safe one
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{where} is not valid YAML: {error}") from error
     except (TypeError, LookupError, AttributeError, ArithmeticError) as error:  # PyYAML's, of a tag that does not fit
@@ -103,7 +105,7 @@ def check_yaml(text: str, where: str) -> None:
     anchors: list[str | None] = []
     known: dict[str, int] = {}
     try:
-        for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        for event in yaml.parse(text, Loader=LOADER):
             if isinstance(event, yaml.CollectionStartEvent):
                 sizes.append(1)
                 anchors.append(event.anchor)

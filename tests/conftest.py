@@ -21,19 +21,29 @@ os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = "0"
 os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 # The Triton kernels run on a CPU, in Triton's interpreter; `make gpu` runs the same tests on a GPU.
 os.environ["TRITON_INTERPRET"] = "1"
+# Workers and child processes would compile the library and rewrite the tests' assertions each by itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from subquad.testing import AttentionContract
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-settings.register_profile("local", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True)
+# Without explanations of failures, for which each example would be traced: that takes seconds for a planted fault.
+settings.register_profile("local", deadline=None, phases=set(Phase) - {Phase.explain})
+settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 ROOT = Path(__file__).resolve().parents[1]
+# What is imported and collected stays, so that collections of garbage meanwhile would find nothing.
+gc.disable()
+if not torch.cuda.is_available():
+    # Each would keep a formatted stack per seed, until a device is there.
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        device.manual_seed_all = lambda seed: None
+
 COMPILED = ("full", "latte", "gla", "delta_net", "elita")
 """One mechanism of each engine: block attention, running softmax, gated scan, delta scan, gated mean."""
 frozen_modules = 0
@@ -61,6 +71,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     A process that takes over one of them would make, or wait for, what they share.
     """
     items.sort(key=lambda item: item.get_closest_marker("together") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from here on, but not among what was imported."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

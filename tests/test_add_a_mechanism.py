@@ -30,7 +30,6 @@ CONSOLE = "\n".join(re.findall(r"^```console\n(.*?)^```$", PAGE, re.MULTILINE | 
 COMMANDS = [line.removeprefix("python -m my_attention ") for line in CONSOLE if "-m my_attention" in line]
 # `aot_eager` asks the same of the file as inductor, and takes seconds less.
 LAWS = [name for name in dir(AttentionContract) if name.startswith("test_") and "inductor" not in name]
-OTHERS = markdown()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,6 +49,7 @@ def place(tmp_path_factory):
         "run": {"steps": 2, "eval_every": 2, "eval_windows": 2, "sample_tokens": 5, "device": "cpu"},
     }
     (folder / "tiny.yaml").write_text(yaml.safe_dump(tiny), encoding="utf-8")
+    (folder / "others.md").write_text(markdown(), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
@@ -104,7 +104,9 @@ def test_every_command_knows_it(place, capsys, monkeypatch):
     assert (run["model"]["attention"], run["model"]["options"]) == ("fading", {"fading": {"half_life": 8.0}})
     assert (place / "runs/fading/model.safetensors").is_file()
     others = [line for line in outputs["list --markdown"].splitlines() if not line.startswith("| `fading`")]
-    assert others == OTHERS.splitlines(), "the other mechanisms are what they were"
+    assert others == (place / "others.md").read_text(encoding="utf-8").splitlines(), (
+        "the other mechanisms are what they were"
+    )
 
     monkeypatch.delitem(Attention.registry, "fading")  # as in a program that does not import it
     with pytest.raises(SystemExit, match="2"):

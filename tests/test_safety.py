@@ -16,7 +16,7 @@ ALLOWED = {
     ("data/vocabularies.py", "json"): OWN_JSON,
     ("evaluation/harness.py", "json"): OWN_JSON,
     ("parsing.py", "json"): "the one place that reads JSON",
-    ("parsing.py", "yaml.safe_load"): "the one place that reads YAML",
+    ("parsing.py", "yaml.load"): "the one place that reads YAML",
     ("benchmarks/gpu.py", "json"): OWN_JSON,
     ("benchmarks/gpu_steps.py", "json"): OWN_JSON,
     ("experiments/harness/measure.py", "json"): OWN_JSON,

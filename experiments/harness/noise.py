@@ -99,19 +99,20 @@ def pooled(rows: Sequence[Row], metric: str) -> Noise:
     groups: dict[str, list[float]] = {}
     for row in known:
         groups.setdefault(_key(row, labels), []).append(row[metric])
-    several = {key: values for key, values in groups.items() if len(values) > 1}
+    several = {key: (len(values) - 1, statistics.variance(values)) for key, values in groups.items() if values[1:]}
     apart = frozenset(
         key
-        for key, values in several.items()
+        for key, (_, variance) in several.items()
         if len(several) > 1
-        and statistics.stdev(values) > APART * _pool([other for name, other in several.items() if name != key])[0]
+        and math.sqrt(variance) > APART * _pool([other for name, other in several.items() if name != key])[0]
     )
-    return Noise(*_pool([values for key, values in several.items() if key not in apart]), labels, apart)
+    return Noise(*_pool([one for key, one in several.items() if key not in apart]), labels, apart)
 
 
-def _pool(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
-    freedom = sum(len(values) - 1 for values in groups)
-    squares = sum((len(values) - 1) * statistics.variance(values) for values in groups)
+def _pool(groups: Sequence[tuple[int, float]]) -> tuple[float, int]:
+    """Return the standard deviation and its degrees of freedom from those and the variance of each group."""
+    freedom = sum(free for free, _ in groups)
+    squares = sum(free * variance for free, variance in groups)
     return (math.sqrt(squares / freedom), freedom) if freedom else (math.nan, 0)
 
 

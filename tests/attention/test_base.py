@@ -82,9 +82,13 @@ def contracts_of(name):
     return [c() for c in tests if c is not AttentionContract and c.name == name]
 
 
+def has_all_laws(contract):
+    return tuple(contract.laws) == AttentionContract.laws
+
+
 @each
 def test_every_form_meets_the_whole_contract_with_default_options(name):
-    default = [contract for contract in contracts_of(name) if tuple(contract.laws) == AttentionContract.laws]
+    default = [contract for contract in contracts_of(name) if has_all_laws(contract)]
     assert {contract.make().causal for contract in default} == {form == "causal" for form in mechanism(name).forms}
 
 
@@ -94,9 +98,13 @@ def test_every_contract_test_is_of_a_mechanism():
 
 
 @each
-def test_the_cost_is_that_of_the_layer(name):
+@pytest.mark.parametrize("default", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["default", "options"])
+def test_the_cost_is_that_of_the_layer(name, default):
+    """Law 6 counts the operations of forms by option, law 5 their states."""
     scored = issubclass(mechanism(name), BlockedAttention) and name != "latte_macchiato"  # scores make all its weights
     for contract in contracts_of(name):
+        if has_all_laws(contract) != default:
+            continue
         layer = contract.make(torch.float32)
         n = 48 if 7 in layer.exemptions() else 37  # whole groups
         x, cost = contract.inputs(n, 1, torch.float32), layer.cost(n)

@@ -112,6 +112,7 @@ def test_a_configuration_that_may_be_null_is_given_whole_or_by_its_parts(refused
     assert "factor=0.5" in refused("train", factor, "0.5")
 
 
+FULL = ["--attention", "full"]
 LATENTS = ["--model.attention", "perceiver_ar", "--model.options.perceiver_ar.latents"]
 CONVERT = ["convert", "model", "--out", "folder", "--attention", "llp"]
 
@@ -130,9 +131,9 @@ CONVERT = ["convert", "model", "--out", "folder", "--attention", "llp"]
     (["generate", "run", "--device", "cuda"], "device must be auto or cpu, got 'cuda'; did you mean 'auto'?\n"),
     (["generate", "run", "--prompt_file", "nowhere"], "there is no file nowhere\n"),
     (["generate", "run", "--no_stream", "--max-tokens=0"], "give one of --prompt TEXT, "),
-    (["cost", "--options.full.bias", "null"], "bias must be bool, got null\n"),
-    (["cost", "--options.full.num_kv_heads", "None"], "num_kv_heads must be int | null, got 'None'\n"),
-    (["cost", "--options.full.rope_scaling", "1"], "rope_scaling must be RopeScaling | null, got 1\n"),
+    (["cost", *FULL, "--options.full.bias", "null"], "bias must be bool, got null\n"),
+    (["cost", *FULL, "--options.full.num_kv_heads", "None"], "num_kv_heads must be int | null, got 'None'\n"),
+    (["cost", *FULL, "--options.full.rope_scaling", "1"], "rope_scaling must be RopeScaling | null, got 1\n"),
     (["train", "word"], "unexpected argument 'word'\n"),
     (["train", "--config", "nowhere.yaml"], "there is no file nowhere.yaml\n"),
     (["train", "--recipe", "stdlib-lp"], "unknown recipe 'stdlib-lp'; did you mean 'stdlib-llp'? valid: stdlib-llp, "),

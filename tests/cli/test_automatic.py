@@ -98,9 +98,16 @@ def test_the_same_command_resumes_the_run_though_the_text_seems_another(text, tm
     assert report["baselines"]["held_out_bytes"] == report["held_out_bytes"] <= 7_501, "half of 5 %"
 
 
-@pytest.mark.parametrize("recipe", [None, *(name for name in recipes() if name.startswith("stdlib") or name == "tiny")])
-def test_any_mechanism_works_in_any_recipe(recipe):
-    for name in [name for name in attention.names() if "causal" in attention.mechanism(name).forms] + ["perceiver_ar"]:
+RECIPES = [name for name in recipes() if name.startswith("stdlib") or name == "tiny"]
+MECHANISMS = [name for name in attention.names() if "causal" in attention.mechanism(name).forms] + ["perceiver_ar"]
+
+
+@pytest.mark.parametrize(("recipe", "names"), [
+    (None, MECHANISMS), *((recipe, MECHANISMS[number :: len(RECIPES)]) for number, recipe in enumerate(RECIPES)),
+    *(pytest.param(recipe, MECHANISMS, marks=pytest.mark.slow) for recipe in RECIPES),
+])  # fmt: skip
+def test_any_mechanism_works_in_any_recipe(recipe, names):
+    for name in names:
         base = [] if recipe is None else ["--recipe", recipe]
         config = read_config([*base, "--model.attention", name, "--run.folder", "runs/none-such"])
         small = config.model.replace(dim=32, vocab_size=512)
