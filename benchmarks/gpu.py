@@ -1,17 +1,18 @@
 """Measure on a GPU without network, the most valuable first (`make gpu`); a call takes less than nine minutes.
 
-    python benchmarks/gpu.py                      # are the kernels right? then T = 16,384, FlexAttention, the tests
+    python benchmarks/gpu.py                      # are the kernels right? then T = 16,384, the tests
     python benchmarks/gpu.py --only model,decode
     python benchmarks/gpu.py --only fla           # beside flash-linear-attention
     python benchmarks/gpu.py --only scans         # gated and delta scans, beside it too
+    python benchmarks/gpu.py --only ops,tests --limits ops=60,tests=300
     python benchmarks/gpu.py [--device cuda|cpu] [--dry-run] [--seconds 520] [--folder FOLDER]
 
 Needs torch, triton, numpy, pyyaml, tokenizers, pytest and this checkout. Wheels of peers in `.whl/` are unpacked into
 `.whl/site`; nothing else is installed. Each step runs in its own process with a time limit and writes `gpu_STEP.json`
 to benchmarks/results, and to $OUT if set, again after each case: a call that is cut short keeps what it had. If a step
-fails or no time is left for it, its file says so and the next step runs. With `--device cpu --dry-run` all steps run in
-tiny sizes on a CPU, the kernels in Triton's interpreter. That tests this script alone; its files go to
-runs/gpu-dry-run.
+fails or no time is left for it, its file says so and the next step runs, in the order of `--only`. With
+`--device cpu --dry-run` all steps run in tiny sizes on a CPU, the kernels in Triton's interpreter. That tests this
+script alone; its files go to runs/gpu-dry-run.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,17 +44,17 @@ class Step(NamedTuple):
 
 
 STEPS = (
-    Step("checks", 150),
+    Step("checks", 215),
     Step("ops", 110),
+    Step("tests", 195),
     Step("flex", 90),
-    Step("tests", 160),
     Step("model", 250),
     Step("decode", 250),
     Step("fla", 510),
     Step("scans", 510),
 )
 NAMES = tuple(step.name for step in STEPS)
-FIRST = NAMES[:4]
+FIRST = NAMES[:3]
 """Steps of a call that names none. The others are for calls of their own."""
 WHEELS = ROOT / ".whl"
 SECONDS = 520.0
@@ -79,7 +82,7 @@ def main() -> int:
     deadline = time.monotonic() + arguments.seconds
     arguments.folder.mkdir(parents=True, exist_ok=True)
     site = install_wheels()
-    limits = time_limits([step for step in STEPS if step.name in arguments.only], arguments.seconds)
+    limits = time_limits([STEPS[NAMES.index(name)] for name in arguments.only], arguments.seconds, arguments.limits)
     failed = []
     for step, limit in limits.items():
         record = run_step(step, arguments, site, min(limit, deadline - time.monotonic()))
@@ -92,10 +95,12 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def time_limits(steps: list[Step], seconds: float) -> dict[Step, float]:
-    """Return each step's limit, all scaled by one factor if their sum exceeds `seconds`."""
-    share = min(1.0, seconds / sum(step.seconds for step in steps))
-    return {step: share * step.seconds for step in steps}
+def time_limits(steps: list[Step], seconds: float, given: dict[str, float]) -> dict[Step, float]:
+    """Return each step's limit: the given one, else its own, by one factor shorter if what is left is too short."""
+    own = [step.seconds for step in steps if step.name not in given]
+    left = max(0.0, seconds - sum(given.values()))
+    share = min(1.0, left / max(1, sum(own)))
+    return {step: given.get(step.name, share * step.seconds) for step in steps}
 
 
 def run_step(step: Step, arguments: argparse.Namespace, site: Path | None, limit: float) -> dict[str, Any]:
@@ -185,6 +190,22 @@ def _missing(device: str) -> str | None:
     return None
 
 
+def given_limits(text: str, steps: Sequence[str]) -> dict[str, float]:
+    """Read `STEP=SECONDS,...`, limits of some of `steps`."""
+    limits = {}
+    for item in text.split(",") if text else []:
+        name, _, number = item.partition("=")
+        if name not in steps:
+            raise ValueError(f"--limits has {name!r}, which is no step of this call; valid: {', '.join(steps)}")
+        try:
+            limits[name] = float(number)
+        except ValueError:
+            limits[name] = math.nan
+        if not 0 < limits[name] < math.inf:
+            raise ValueError(f"--limits needs a number of seconds above 0 for {name}, as in {name}=60; got {number!r}")
+    return limits
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu needs --dry-run")
@@ -192,6 +213,8 @@ def _arguments() -> argparse.Namespace:
     only = f"steps of {', '.join(NAMES)}, separated by commas (default: {', '.join(FIRST)}; in a dry run all)"
     parser.add_argument("--only", default=None, help=only)
     seconds = f"limit for all steps (default: {SECONDS:.0f}; in a dry run that of each)"
+    limits = "limits of single steps in seconds, as in ops=60,tests=300, which --seconds doesn't shorten"
+    parser.add_argument("--limits", default="", metavar="STEP=SECONDS,...", help=limits)
     parser.add_argument("--seconds", type=float, default=None, help=seconds)
     parser.add_argument("--folder", type=Path, default=None, help="output folder (default: benchmarks/results)")
     parser.add_argument("--step", choices=[step.name for step in STEPS], help=argparse.SUPPRESS)
@@ -200,6 +223,10 @@ def _arguments() -> argparse.Namespace:
     arguments.only = arguments.only.split(",") if arguments.only else NAMES if arguments.dry_run else FIRST
     if unknown := set(arguments.only) - set(NAMES):
         parser.error(f"unknown step {', '.join(sorted(unknown))}; valid: {', '.join(NAMES)}")
+    try:
+        arguments.limits = given_limits(arguments.limits, arguments.only)
+    except ValueError as error:
+        parser.error(str(error))
     if arguments.device == "cpu" and not arguments.dry_run:
         parser.error("--device cpu needs --dry-run (`make gpu DEVICE=cpu` adds it)")
     if arguments.seconds is None:

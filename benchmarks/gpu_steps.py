@@ -71,7 +71,10 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def tests(arguments: argparse.Namespace) -> int:
-    """Run the kernels' tests, each process with tests of one file alone, so that a fault stops no other file's."""
+    """Run the kernels' tests, each process with tests of one file alone, so that a fault stops no other file's.
+
+    Those that name bfloat16 run first: of the rest, some may find no time.
+    """
     where = ROOT / "tests" / "ops" / "triton"
     command = [sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider"]
     # The project's options name plugins that may be missing here, and turn this machine's warnings into errors.
@@ -80,13 +83,15 @@ def tests(arguments: argparse.Namespace) -> int:
     deadline, files = time.monotonic() + arguments.limit - LAST_SECONDS, _collected(command, where, environment)
     if arguments.dry_run:
         files = {file: names[:2] for file, names in files.items()}
-    parts = 1 if arguments.dry_run else max(1, 3 * (os.cpu_count() or 2) // (4 * max(1, len(files))))
+    counts = {file: len(names) for file, names in files.items()}
+    processes = shares(counts, 1 if arguments.dry_run else 3 * (os.cpu_count() or 2) // 4)
     running: dict[Path, subprocess.Popen[bytes]] = {}
     for file, names in files.items():
-        for n in range(min(parts, len(names))):
+        names.sort(key=lambda name: "bfloat16" not in name)
+        for n in range(processes[file]):
             log = arguments.folder / f"gpu_tests_{Path(file).stem}_{n}.log"
             with log.open("wb") as opened:
-                own = [*command, "-v", "--tb=short", *names[n::parts]]
+                own = [*command, "-v", "--tb=short", *names[n :: processes[file]]]
                 running[log] = subprocess.Popen(own, cwd=ROOT, env=environment, stdout=opened, stderr=opened)
     values: dict[str, Any] = {"provenance": provenance(arguments.device), "collected": sum(map(len, files.values()))}
     alive = True
@@ -101,6 +106,14 @@ def tests(arguments: argparse.Namespace) -> int:
     for log in running:
         log.unlink()
     return 0 if running and not any(process.returncode for process in running.values()) else 1
+
+
+def shares(counts: dict[str, int], processes: int) -> dict[str, int]:
+    """Return how many processes run each file's tests, by their number; each file has one."""
+    share = dict.fromkeys(counts, 1)
+    for _ in range(processes - len(counts) if counts else 0):
+        share[max(counts, key=lambda file: counts[file] / share[file])] += 1
+    return share
 
 
 def _collected(command: list[str], where: Path, environment: dict[str, str]) -> dict[str, list[str]]:
@@ -196,7 +209,7 @@ def decode(arguments: argparse.Namespace) -> int:
 
 
 RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
-    run.__name__: run for run in (checks, ops, flex, tests, model, decode, fla, scans)
+    run.__name__: run for run in (checks, ops, tests, flex, model, decode, fla, scans)
 }
 
 

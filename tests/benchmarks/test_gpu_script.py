@@ -80,7 +80,8 @@ def test_without_a_gpu_it_says_how_to_try_it(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("flags", "message"), [
     (["--device", "cpu"], "--device cpu needs --dry-run"),
-    (["--only", "ops,opps"], "unknown step opps; valid: checks, ops, flex, tests, model, decode, fla, scans"),
+    (["--only", "ops", "--limits", "flex=9"], "--limits has 'flex', which is no step of this call; valid: ops"),
+    (["--only", "ops,opps"], "unknown step opps; valid: checks, ops, tests, flex, model, decode, fla, scans"),
 ])  # fmt: skip
 def test_wrong_arguments_are_named(flags, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu.py", *flags])
@@ -92,8 +93,8 @@ def test_wrong_arguments_are_named(flags, message, monkeypatch, capsys):
 def test_the_steps_of_a_call_fit_into_nine_minutes(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     seconds = gpu._arguments().seconds
-    for names in (gpu.FIRST, ("model", "decode"), ("fla",), ("scans",)):
-        limits = gpu.time_limits([step for step in gpu.STEPS if step.name in names], seconds)
+    for names in (gpu.FIRST, ("flex", "model"), ("model", "decode"), ("fla",), ("scans",)):
+        limits = gpu.time_limits([step for step in gpu.STEPS if step.name in names], seconds, {})
         assert max(seconds, sum(limits.values())) < 540
         assert [float(step.seconds) for step in limits] == list(limits.values()), "no limit is shortened"
     assert gpu._arguments().only == gpu.FIRST
@@ -102,8 +103,43 @@ def test_the_steps_of_a_call_fit_into_nine_minutes(monkeypatch):
 
 def test_limits_shrink_by_one_factor_only_if_time_is_short():
     one, other = gpu.Step("one", 40), gpu.Step("other", 120)
-    assert gpu.time_limits([one, other], 160.0) == {one: 40.0, other: 120.0}
-    assert gpu.time_limits([one, other], 80.0) == {one: 20.0, other: 60.0}
+    assert gpu.time_limits([one, other], 160.0, {}) == {one: 40.0, other: 120.0}
+    assert gpu.time_limits([one, other], 80.0, {}) == {one: 20.0, other: 60.0}
+    assert gpu.time_limits([one, other], 80.0, {"one": 50.0}) == {one: 50.0, other: 30.0}
+    assert gpu.time_limits([one, other], 80.0, {"one": 50.0, "other": 60.0}) == {one: 50.0, other: 60.0}
+    assert gpu.time_limits([one, other], 80.0, {"one": 90.0}) == {one: 90.0, other: 0.0}
+
+
+def test_steps_run_in_the_order_of_the_call_with_the_limits_it_gives(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(gpu, "_missing", lambda device: None)
+    monkeypatch.setattr(gpu, "install_wheels", lambda: None)
+    record = {"status": "ok", "seconds": 0.0}
+    monkeypatch.setattr(gpu, "run_step", lambda step, *_: ran.append((step.name, round(_[-1]))) or record)
+    flags = ["--only", "scans,checks,tests", "--seconds", "600", "--limits", "scans=100,checks=250.4,tests=900"]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *flags, "--folder", str(tmp_path)])
+    assert gpu.main() == 0
+    assert ran == [("scans", 100), ("checks", 250), ("tests", 600)]
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("opps=60", r"--limits has 'opps', which is no step of this call; valid: ops, tests"),
+    ("flex=60", r"--limits has 'flex', which is no step of this call"),
+    ("ops=60,", r"--limits has '', which is no step of this call"),
+    ("ops=a", r"--limits needs a number of seconds above 0 for ops, as in ops=60; got 'a'"),
+    ("ops", r"for ops, as in ops=60; got ''"), ("tests=3,ops=-1", r"for ops, .* got '-1'"),
+    ("ops=inf", r"got 'inf'"), ("ops=nan", r"got 'nan'"),
+])  # fmt: skip
+def test_wrong_limits_are_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        gpu.given_limits(text, ("ops", "tests"))
+
+
+def test_processes_are_shared_by_the_number_of_tests():
+    counts = {"scan": 380, "attend": 190, "delta": 80, "mean": 25, "compiles": 1}
+    assert gpu_steps.shares(counts, 12) == {"scan": 5, "attend": 3, "delta": 2, "mean": 1, "compiles": 1}
+    assert gpu_steps.shares(counts, 3) == dict.fromkeys(counts, 1)
+    assert gpu_steps.shares({}, 12) == {}
 
 
 def start(code, **options):

@@ -6,6 +6,7 @@ real ones are masked, so any sizes work.
 
 from __future__ import annotations
 
+import functools
 import os
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -37,6 +38,12 @@ def card(device: torch.device) -> Card:
     found = torch.cuda.get_device_properties(device)
     shared = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)  # ROCm has only the latter
     return Card((found.major, found.minor), shared)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has; the interpreter stands for an H100."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def float32_products() -> str:

@@ -55,14 +55,18 @@ class DeltaInputs(Inputs):
         self.warps = (8 if self.K > 128 else 4) * (2 if plain else 1)
         self.v_tiles = -(-self.V // self.block_v)
 
-    def walk(self, *others: Tensor) -> dict[str, Any]:
-        """Return the constants of the kernels that walk over the chunks."""
+    def walk(self, *others: Tensor, ahead: int = 0) -> dict[str, Any]:
+        """Return the constants of the kernels that walk over the chunks.
+
+        In bfloat16, with up to `ahead` key channels, they load the next chunk early. With more channels, and in other
+        dtypes, the registers for it spill.
+        """
         values = self.delta_constants(*others)
         return values | {
             "BLOCK_K": common.tile(self.K),
             "BLOCK_V": self.block_v,
             "num_warps": self.warps,
-            "num_stages": 1,
+            "num_stages": 2 if self.precision == "bf16" and ahead >= self.K else 1,
         }
 
     def delta_constants(self, *others: Tensor) -> dict[str, Any]:
@@ -146,7 +150,7 @@ def delta_scan_triton(
         (x.heads * x.v_tiles,),
         *(x.i, x.v, x.log_f, x.beta, x.mask, X, first, states, e, u, last, x.H, x.T),
         *common.strides(x.i, x.v, x.log_f),
-        **x.walk(),
+        **x.walk(ahead=64 if x.decay == "channel" else 128),
     )
     x.v = u
     launch_outputs(x, states, last, out, last, 0.0, delta=True)
@@ -192,7 +196,7 @@ def delta_scan_triton_backward(
         (x.heads * x.v_tiles,),
         *(x.q, x.i, grad, x.log_f, x.beta, x.mask, X, e_BHTV, du, dlast, ends, u, dv, dbeta, dstate, x.H, x.T),
         *common.strides(x.q, x.i, grad, x.log_f),
-        **x.walk(grad),
+        **x.walk(grad, ahead=64),
     )
     x.v = u
     dq, dk, dlog_f = _key_gradients(x, grad, dv, states, ends)

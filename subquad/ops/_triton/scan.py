@@ -49,6 +49,11 @@ BELOW_HOPPER = TILES | {
 }
 """Before capability 9.0 tensor cores take all operands from registers. Chunks are the same, as is what is stored."""
 
+SEGMENTS = tuple(8 << n for n in range(10))
+"""Chunks that a segment of a cut sequence may have."""
+LAUNCH = 8
+"""Chunks that a walk passes in the time that a launch takes, an estimate."""
+
 
 def precision_of(*tensors: Tensor) -> str:
     """Return the precision of matrix products, by the narrowest input (see scan_kernels.py)."""
@@ -113,6 +118,22 @@ def fit(channels: int, most: int) -> tuple[int, int]:
     return size, -(-channels // size)
 
 
+def chunks_per_segment(programs: int, chunks: int, at_once: int) -> int:
+    """Return into segments of how many chunks to cut the walks, so that few programs still fill the device.
+
+    `programs` is how many walk over uncut sequences of `chunks`, and `at_once` how many run at once. A cut walks over
+    all chunks twice, adds up the segments one after another, and launches once more, about as long as `LAUNCH` chunks.
+    """
+
+    def steps(per: int) -> int:
+        """Return how many chunks the device walks over one after another."""
+        segments = -(-chunks // per)
+        waves = -(-programs * segments // at_once)
+        return waves * per if segments == 1 else 2 * waves * per + segments + LAUNCH
+
+    return min((max(1, chunks), *(per for per in SEGMENTS if per < chunks)), key=steps)
+
+
 def launch_states(
     x: Inputs, a: Tensor, b: Tensor, first: Tensor | None, last: Tensor, totals: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -123,18 +144,25 @@ def launch_states(
     (block_k, tiles_k), (block_v, tiles_v) = fit(x.K, x.tiles.states), fit(x.V, x.tiles.states)
     kept = b.new_empty(x.B, x.H, x.chunks, x.K, x.V, dtype=state_dtype(x.precision))
     z_kept = last.new_empty(x.B, x.H, x.chunks, x.K if x.normalise else 0)
-    common.launch(
-        states_kernel,
-        (x.heads * tiles_k * tiles_v,),
-        *(a, b, x.log_f, x.mask, *(totals or (None, None)), first, kept, z_kept, last, x.H, x.T),
-        *common.strides(a, b, x.log_f),
-        **x.constants(b),
-        BACKWARD=totals is not None,
-        BLOCK_K=block_k,
-        BLOCK_V=block_v,
-        num_warps=4,
-        num_stages=3,
-    )
+    programs = x.heads * tiles_k * tiles_v
+    per = chunks_per_segment(programs, x.chunks, 2 * common.multiprocessors(a.device))
+    segments = max(1, -(-x.chunks // per))
+    sums = last.new_empty(x.heads, segments - 1, *last.shape[2:])
+    products = last.new_empty(x.heads, segments - 1, x.K)
+    for only_sums, count in ((True, segments - 1), (False, segments)):
+        common.launch(
+            states_kernel,
+            (programs, count),
+            *(a, b, x.log_f, x.mask, *(totals or (None, None)), first, sums, products, kept, z_kept, last),
+            *(x.H, x.T, segments, per, *common.strides(a, b, x.log_f)),
+            **x.constants(b),
+            BACKWARD=totals is not None,
+            SUMS=only_sums,
+            BLOCK_K=block_k,
+            BLOCK_V=block_v,
+            num_warps=4,
+            num_stages=3,
+        )
     return kept, z_kept
 
 

@@ -2,9 +2,10 @@
 
     S_t = f_t * S_{t-1} + i_t (x) v_t,    o_t = q_t S_t,    or over  q_t . z_t + eps  with  z_t = f_t * z_{t-1} + i_t
 
-A first kernel walks over the chunks in order and stores the state at the start of each: this is the only sequential
-part. A second kernel then computes all chunks in parallel: the state's part of each output plus the scores inside the
-chunk times its values. The backward pass walks from the last chunk to the first and stores gradients of states.
+A first kernel walks over the chunks in order, if heads are few in several segments at a time, and stores the state at
+the start of each: this is the only sequential part. A second kernel then computes all chunks in parallel: the state's
+part of each output plus the scores inside the chunk times its values. The backward pass walks from the last chunk to
+the first and stores gradients of states.
 
 Matrix products round their operands as tensor cores do (PRECISION): `bf16` for bfloat16 inputs; `tf32` for float16,
 because sums over a long past leave float16's range; `ieee` for plain float32. Accumulators are always float32.
@@ -23,8 +24,13 @@ from subquad.ops._triton import common
 
 FORGET_ALL = tl.constexpr(-1e4)  # exp of it is 0, and sums of it stay finite: -inf - (-inf) would be NaN
 INTERPRETED = tl.constexpr(common.INTERPRETED)
-LENGTHS = ["T", *(f"{x}_stride_{dim}" for x in ("q", "i", "k", "v", "log_f", "grad", "a", "b") for dim in "bh")]
-"""Not specialised, so a new length doesn't recompile: the length and the strides that depend on it."""
+LENGTHS = [
+    "T",
+    "segments",
+    "per",
+    *(f"{x}_stride_{dim}" for x in ("q", "i", "k", "v", "log_f", "grad", "a", "b") for dim in "bh"),
+]
+"""Not specialised, so a new length doesn't recompile: the length, and counts and strides that depend on it."""
 
 
 @triton.jit
@@ -299,24 +305,27 @@ def scores_and_sums(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def states_kernel(
-    a, b, log_f, mask, total, dtotal, first, states, z_states, last, H, T,
+    a, b, log_f, mask, total, dtotal, first, sums, products, states, z_states, last, H, T, segments, per,
     a_stride_b: tl.int64, a_stride_h: tl.int64, a_stride_t: tl.int64,
     b_stride_b: tl.int64, b_stride_h: tl.int64, b_stride_t: tl.int64,
     log_f_stride_b: tl.int64, log_f_stride_h: tl.int64, log_f_stride_t: tl.int64,
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, NORMALISE: tl.constexpr,
     BACKWARD: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Walk over the chunks: `S <- decay * S + (a * decay)^T b` from `first` to `last`, storing S before each chunk.
+    """Walk over a segment's chunks, `S <- decay * S + (a * decay)^T b`; store S before each chunk and the last S.
 
     Forward, a is i and b is v. BACKWARD walks from the last chunk to the first with q and the outputs' gradients
     (divided by the totals with NORMALISE), and stores the gradient of the state at each chunk's end. A program owns a
     tile [BLOCK_K, BLOCK_V] of the state for the whole walk, so the state stays in registers; tiles are independent.
+
+    Segments of `per` chunks, numbered as walked, run at the same time: each starts from `first` and the `sums` and
+    `products` of decays of those before it, which a launch with SUMS stores, of walks from zero, and nothing else.
     """
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     W: tl.constexpr = V + NORMALISE
-    v_tile = tl.program_id(0) % V_TILES
+    v_tile, segment = tl.program_id(0) % V_TILES, tl.program_id(1)
     n = tl.program_id(0) // V_TILES // K_TILES
     k_K = tl.program_id(0) // V_TILES % K_TILES * BLOCK_K + tl.arange(0, BLOCK_K)
     v_V = v_tile * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -327,22 +336,33 @@ def states_kernel(
     if DECAY != "none":
         log_f = of_head(log_f, n, H, log_f_stride_b, log_f_stride_h, ALIGNED and DECAY == "channel")
 
-    entry_KV = n.to(tl.int64) * K * W + k_K[:, None] * W + v_V[None, :]
-    entry_K = n.to(tl.int64) * K * W + k_K * W + V
-    state_KV = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
-    z_K = tl.zeros([BLOCK_K], tl.float32)
-    if first is not None:
-        state_KV += tl.load(first + entry_KV, mask=inside_KV, other=0.0)
-        if NORMALISE:
-            z_K += tl.load(first + entry_K, mask=k_K < K, other=0.0)
+    sums += n.to(tl.int64) * (segments - 1) * K * W
+    products += n.to(tl.int64) * (segments - 1) * K
+    entry_KV, entry_K = k_K[:, None] * W + v_V[None, :], k_K * W + V
+    state_KV, z_K = tl.zeros([BLOCK_K, BLOCK_V], tl.float32), tl.zeros([BLOCK_K], tl.float32)
+    product_K = tl.full([BLOCK_K], 1.0, tl.float32)
+    if not SUMS:
+        if first is not None:
+            first += n.to(tl.int64) * K * W
+            state_KV += tl.load(first + entry_KV, mask=inside_KV, other=0.0)
+            if NORMALISE:
+                z_K += tl.load(first + entry_K, mask=k_K < K, other=0.0)
+        for earlier in range(segment):
+            if DECAY != "none":
+                kept_K = tl.load(products + earlier * K + k_K, mask=k_K < K, other=0.0)
+                state_KV, z_K = state_KV * kept_K[:, None], z_K * kept_K
+            state_KV += tl.load(sums + earlier * K * W + entry_KV, mask=inside_KV, other=0.0)
+            if NORMALISE:
+                z_K += tl.load(sums + earlier * K * W + entry_K, mask=k_K < K, other=0.0)
 
     chunks = tl.cdiv(T, C)
-    for step in range(chunks):
+    for step in range(segment * per, tl.minimum(segment * per + per, chunks)):
         chunk = chunks - 1 - step if BACKWARD else step
         start = chunk * C
         at = n.to(tl.int64) * chunks + chunk
-        # Stored as the operand that the outputs' kernel will read; the walk goes on with the float32 accumulator.
-        tl.store(states + at * K * V + k_K[:, None] * V + v_V[None, :], operand(state_KV, PRECISION), mask=inside_KV)
+        if not SUMS:  # as the operand that the outputs' kernel will read; the walk goes on with the float32 accumulator
+            kept = states + at * K * V + k_K[:, None] * V + v_V[None, :]
+            tl.store(kept, operand(state_KV, PRECISION), mask=inside_KV)
         real_C = real_rows(mask, n, H, T, start, row_C)
         a_CK = read(a + start * a_stride_t, row_C, a_stride_t, k_K, real_C, K)
         b_CV = read(b + start * b_stride_t, row_C, b_stride_t, v_V, real_C, V)
@@ -354,9 +374,11 @@ def states_kernel(
             to_row, to_end, whole = decays(g, row_C, DECAY, PRECISION)
             a_CK = decayed(a_CK, to_row if BACKWARD else to_end, DECAY)
             state_KV = carried(state_KV, whole, DECAY)
+            product_K *= whole
         if NORMALISE:
             if v_tile == 0:  # z has no value channels: one of the programs that share k writes it
-                tl.store(z_states + at * K + k_K, z_K, mask=k_K < K)
+                if not SUMS:
+                    tl.store(z_states + at * K + k_K, z_K, mask=k_K < K)
                 if DECAY != "none":
                     z_K *= whole
                 z_K += tl.sum(a_CK.to(tl.float32) * z_C[:, None], 0)
@@ -365,9 +387,13 @@ def states_kernel(
                 a_CK = a_CK.to(tl.float32) * (1.0 / total_C)[:, None]
         state_KV += product(tl.trans(a_CK), b_CV, PRECISION)
 
-    tl.store(last + entry_KV, state_KV, mask=inside_KV)
-    if NORMALISE and v_tile == 0:
-        tl.store(last + entry_K, z_K, mask=k_K < K)
+    if SUMS or segment == segments - 1:
+        end = sums + segment * K * W if SUMS else last + n.to(tl.int64) * K * W
+        tl.store(end + entry_KV, state_KV, mask=inside_KV)
+        if NORMALISE and v_tile == 0:
+            tl.store(end + entry_K, z_K, mask=k_K < K)
+        if SUMS and DECAY != "none" and v_tile == 0:
+            tl.store(products + segment * K + k_K, product_K, mask=k_K < K)
 
 
 @triton.jit(do_not_specialize=LENGTHS)

@@ -10,7 +10,6 @@ Shape letters: B batch, H heads, T tokens, L latents, V value channels, N = B H,
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -51,12 +50,6 @@ class Precision(NamedTuple):
         }
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors a GPU has; the interpreter stands for an H100."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
 PRECISIONS = {
     torch.float32: Precision(tl.float32, tl.float32, "ieee", 4.0, 32),
     torch.bfloat16: Precision(tl.bfloat16, tl.bfloat16, "tf32", 32.0, 128),
@@ -83,7 +76,7 @@ class Tiles(NamedTuple):
         In float32, without tensor cores, operands of products lie in registers: tiles are small. So do those of tensor
         cores before Hopper's: chunks are shorter, and gradients fetch nothing ahead, which takes registers.
         """
-        count, latents = multiprocessors(device), min(common.tile(L), 64)
+        count, latents = common.multiprocessors(device), min(common.tile(L), 64)
         values = min(common.tile(V), PRECISIONS[dtype].values)
         if dtype == torch.float32:
             return cls(16, latents, values, 8, 2 * count)

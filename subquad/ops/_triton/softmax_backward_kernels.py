@@ -23,6 +23,7 @@ from subquad.ops._triton.softmax_kernels import (
     EMPTY,
     LENGTHS,
     dot,
+    first_reference,
     head,
     past_rows,
     read,
@@ -73,13 +74,17 @@ def query_gradients(
         G_CC = tl.where(past_CC, dot(do_CV, tl.trans(v_CV), DOT, PRECISION), 0.0)
         dp_CL, end_L = tl.zeros([CHUNK, LATENTS], tl.float32), tl.zeros([LATENTS], tl.int32)
         carry_CL = dp_CL
+        r_L = first_reference(k, mask, n, heads, chunk * CHUNK, k_t, l_L, m_L, tokens, L)
         # Once in most chunks. No branch for those: it would define operands in two arms.
-        if chunk * CHUNK < tokens:  # always true: see `outputs`
-            while tl.min(end_L, 0) < CHUNK:
-                r_L = reference(k_CL, m_L, end_L)
+        more = chunk * CHUNK < tokens
+        if more:  # always true: see `outputs`
+            while more:
                 e_CL, inverse_CL, end_L = window(k_CL, m_L, z_L, r_L, end_L, BOUND)
                 dp_CL += dot(G_CC, e_CL, WIDE, PRECISION) * inverse_CL
                 carry_CL += inverse_CL * tl.exp(m_L - r_L)[None, :]
+                more = tl.min(end_L, 0) < CHUNK
+                if more:
+                    r_L = reference(k_CL, m_L, end_L)
         # R in every segment, and before dp, whose product ends R's: in a branch, or in flight beside U's, its operand
         # in registers would have all products run in series.
         p_CL, into_L = read(p, t_C, p_t, l_L, real_C, L).to(tl.float32), tl.exp(begin_L - m_L)
@@ -182,9 +187,10 @@ def key_gradients(
         G_CC = tl.where(past_CC, dot(do_CV, tl.trans(v_CV), DOT, PRECISION), 0.0)
         scores_CC, dk_CL = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, LATENTS], tl.float32)
         carry_CL, x_sum_L, end_L = dk_CL, tl.zeros([LATENTS], tl.float32), tl.zeros([LATENTS], tl.int32)
-        if chunk * CHUNK < tokens:
-            while tl.min(end_L, 0) < CHUNK:
-                ref_L = reference(k_CL, m_L, end_L)
+        ref_L = first_reference(k, mask, n, heads, chunk * CHUNK, k_t, l_L, m_L, tokens, L)
+        more = chunk * CHUNK < tokens
+        if more:
+            while more:
                 e_CL, inverse_CL, end_L = window(k_CL, m_L, z_L, ref_L, end_L, BOUND)
                 q_CL = read(p, t_C, p_t, l_L, real_C, L).to(tl.float32) * inverse_CL
                 x_CL = read(dlog, t_C, L, l_L, t_C < tokens, L) * inverse_CL
@@ -193,6 +199,9 @@ def key_gradients(
                 dk_CL += (dot(tl.trans(G_CC), q_CL, WIDE, PRECISION) - tl.cumsum(x_CL, 0, reverse=True)) * e_CL
                 carry_CL += q_CL * into_L[None, :]
                 x_sum_L += tl.sum(x_CL, 0) * into_L
+                more = tl.min(end_L, 0) < CHUNK
+                if more:
+                    ref_L = reference(k_CL, m_L, end_L)
         scores_CC = tl.where(past_CC, scores_CC, 0.0)
         now_L = tl.load(m + (chunk + 1) * L + l_L, mask=here_L, other=EMPTY)
         end_CL, keep_L = tl.exp(k_CL - now_L[None, :]), tl.exp(m_L - now_L)

@@ -103,6 +103,14 @@ def past_rows(CHUNK: tl.constexpr):
 
 
 @triton.jit
+def first_reference(k, mask, n, heads, t, stride_t, l_L, m_L, tokens, SIZE: tl.constexpr):
+    """Return the running maximum at a chunk's first row, token t: a load, since a sum over rows crosses warps."""
+    here_L = real_rows(mask, n, heads, t, tokens) & (l_L < SIZE)
+    k_L = tl.load(k + tl.cast(t, tl.int64) * stride_t + l_L, mask=here_L, other=0.0).to(tl.float32)
+    return tl.maximum(m_L, tl.where(here_L, k_L, EMPTY))
+
+
+@triton.jit
 def reference(k_CL, m_L, begin_L):
     """Return the running maximum at row `begin`, where a window begins; at the chunk's end, a number of at least m."""
     here_CL = tl.arange(0, k_CL.shape[0])[:, None] == begin_L[None, :]
@@ -251,17 +259,21 @@ def outputs(
         p_CL = read(p, t_C, p_t, l_L, real_C, L).to(tl.float32)
         scores_CC, carry_CL = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, LATENTS], tl.float32)
         lse_CL, end_L = carry_CL, tl.zeros([LATENTS], tl.int32)
+        r_L = first_reference(k, mask, n, heads, chunk * CHUNK, k_t, l_L, m_L, tokens, L)
         # Runs once in most chunks. Rows of the first window see the same instructions, and so the same bits, whether
         # others follow or not. The condition is always true: Triton doesn't prefetch if a loop directly holds a loop.
-        if chunk * CHUNK < tokens:
-            while tl.min(end_L, 0) < CHUNK:
-                r_L = reference(k_CL, m_L, end_L)
+        more = chunk * CHUNK < tokens
+        if more:
+            while more:
                 e_CL, inverse_CL, end_L = window(k_CL, m_L, z_L, r_L, end_L, BOUND)
                 q_CL = p_CL * inverse_CL
                 scores_CC += dot(q_CL, tl.trans(e_CL), WIDE, PRECISION)
                 carry_CL += q_CL * tl.exp(m_L - r_L)[None, :]
                 if lse is not None:
                     lse_CL += window_lse(r_L, inverse_CL)
+                more = tl.min(end_L, 0) < CHUNK
+                if more:
+                    r_L = reference(k_CL, m_L, end_L)
         v_CV = read(v, t_C, v_t, v_V, real_C, V)
         scores_CC = tl.where(past_CC, scores_CC, 0.0)
         out_CV = dot(carry_CL, u_LV, WIDE, PRECISION) + dot(scores_CC, v_CV, DOT, PRECISION)
