@@ -20,7 +20,7 @@ TESTS := $(VENV)/.tests
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-long smoke bench gpu peers lint check wheel-check clean
+.PHONY: help install run test test-long smoke bench gpu peers lowest lint check wheel-check clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -49,6 +49,9 @@ peers: $(TESTS) ## compare with other libraries, which it installs beside subqua
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[peers]"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m peers tests/peers
 
+lowest: ## the quick tests of the core, and some of each extra, with the lowest versions that pyproject.toml admits (.venv-lowest)
+	@TORCH_INDEX="$(TORCH_INDEX)" .ci/lowest "$(PYTHON)" $(JOBS)
+
 lint: $(TESTS) ## formatting, style, types and the direction of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -61,8 +64,8 @@ check: lint smoke ## lint, the experiments' smoke scale, then test
 wheel-check: $(TESTS) ## build the wheel, install it alone and train two steps from it
 	@TORCH_INDEX="$(TORCH_INDEX)" .ci/wheel "$(BIN)/python" "$(PYTHON)"
 
-clean: ## remove .venv and what tools left behind; runs/ stays
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+clean: ## remove .venv, .venv-lowest and what tools left behind; runs/ stays
+	rm -rf $(VENV) $(VENV)-lowest build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUNS): pyproject.toml constraints.txt

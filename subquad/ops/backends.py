@@ -97,13 +97,21 @@ def _log_once(op: str, backend: str) -> None:
     logger.info("%s runs on the %s backend", op, backend)
 
 
+def autocast_enabled(device: str) -> bool:
+    """Return True if autocast is on for this kind of device; torch itself raises for a kind that has none."""
+    if torch.compiler.is_dynamo_compiling():
+        # torch 2.11 cannot trace `is_autocast_available`; of the kinds it compiles for, meta alone has no autocast.
+        return device != "meta" and torch.is_autocast_enabled(device)
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def without_autocast(fn: Callable[P, R]) -> Callable[P, R]:
     """Wrap `fn` to run with autocast off: engines widen their inputs and choose their precision themselves."""
 
     @functools.wraps(fn)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         device = next(x.device.type for x in args if isinstance(x, Tensor))
-        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        if not autocast_enabled(device):
             return fn(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return fn(*args, **kwargs)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from subquad.ops.backends import autocast_enabled
 from subquad.tracing import beyond_backward, without_tangents
 
 CHUNK_ENTRIES = 1 << 22
@@ -40,7 +41,7 @@ def linear_cross_entropy(
         )
     check_reduction(reduction)
     device = h_ND.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    autocast = autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(h_ND.dtype, weight_VD.dtype)
     h_ND, weight_VD, labels_N = h_ND.to(dtype), weight_VD.to(dtype), whole_labels(labels_N)
     bias = None if bias is None else bias.to(dtype)

@@ -77,7 +77,7 @@ def gated_scan(
     tensors = [q_BGTK, i_BGTK, v_BHTV] + ([] if log_f_BHTF is None else [log_f_BHTF])
     wide, sizes = wide_of(*tensors), {"key channels": (K, MOST_CHANNELS), "value channels": (V, MOST_CHANNELS)}
     name = choose_for("gated_scan", backend, tensors, sizes, state)
-    channels = V + normalise
+    channels = V + int(normalise)
     check_before(state, mask, (B, H, K, channels), T)
     if name == "triton":
         from subquad.ops._triton.scan import gated_scan as kernels

@@ -129,7 +129,7 @@ class AttentionContract:
         for name in expected:
             assert_same_maths(actual[name], expected[name], name)
 
-    @settings(max_examples=10, suppress_health_check=INHERITED)
+    @settings(max_examples=10, deadline=None, suppress_health_check=INHERITED)
     @given(cuts=st.lists(st.integers(0, 70), min_size=1, max_size=4))
     def test_law_03_any_split_gives_the_same_result(self, cuts: list[int]) -> None:
         layer = self.judged(3)
@@ -249,7 +249,7 @@ class AttentionContract:
                 whole = layer(torch.cat([first[b], middle[b][mask[b]], last[b]])[None])[0]
                 assert_same_maths(torch.cat([y[b][mask[b]], after[b]]), whole[0, before:], f"row {b}")
 
-    @settings(max_examples=12, suppress_health_check=INHERITED)
+    @settings(max_examples=12, deadline=None, suppress_health_check=INHERITED)
     @given(
         tokens=st.integers(1, 300),
         fraction=st.floats(0, 1),

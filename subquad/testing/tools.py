@@ -44,7 +44,8 @@ def assert_in_budget(actual: Tensor, plain: Tensor, exact: Tensor, dtype: torch.
 
 def largest_allocation(f: Callable[[], object]) -> int:
     """Return the bytes of the largest CPU tensor that `f` allocates, inside custom operations too."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    # `acc_events`: torch 2.11 warns of cycles without it, of which there is one.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
         f()
     # The raw events: `record.events()` builds a tree of all calls, which takes longer than `f`.
     assert record.profiler is not None

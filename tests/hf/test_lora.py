@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -119,7 +120,9 @@ def test_an_adapter_is_written_and_read_back(kind, tmp_path):
     assert config["lora_alpha"] == kind.get("alpha", 6)
     assert_exact(logits(lora.open_adapter(tmp_path / "one")), logits(adapted))
     if not kind:
-        with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):  # PEFT's own question to transformers
+        with warnings.catch_warnings():
+            # PEFT's own question to transformers, which only newer versions mind.
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
             assert_exact(logits(PeftModel.from_pretrained(language_model(), tmp_path / "one")), logits(adapted))
 
 

@@ -131,13 +131,28 @@ def test_only_the_default_is_logged_once_per_engine(caplog):
     assert [record.message for record in caplog.records] == [f"{name} runs on the torch backend" for name in ENGINES]
 
 
-def test_without_autocast_keeps_the_callers_precision():
+COMPILING = pytest.mark.parametrize("compiling", [False, True], ids=["eager", "compiled"])
+
+
+@COMPILING
+def test_without_autocast_keeps_the_callers_precision(compiling):
     product = without_autocast(lambda a, b: a @ b)
+    if compiling:
+        product = torch.compile(product, backend="eager", fullgraph=True)
     a = torch.ones(2, 2)
     with torch.autocast("cpu", torch.bfloat16):
         assert (a @ a).dtype == torch.bfloat16
         assert product(a, a).dtype == torch.float32
         assert (a @ a).dtype == torch.bfloat16, "autocast is on again"
+
+
+@COMPILING
+def test_a_device_without_autocast_has_none_to_turn_off(compiling):
+    product = without_autocast(lambda a, b: a @ b)
+    if compiling:
+        product = torch.compile(product, backend="eager", fullgraph=True)
+    a = torch.ones(2, 2, device="meta")
+    assert product(a, a).shape == (2, 2)
 
 
 @engines

@@ -342,7 +342,8 @@ def largest_tensor(f: Callable[[], object], device: torch.device) -> int:
     """Return the bytes of the largest tensor that `f` allocates, also within custom operations."""
     cuda = device.type == "cuda"
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=kinds, profile_memory=True) as record:
+    # `acc_events`: torch 2.11 warns of cycles without it, of which there is one.
+    with profile(activities=kinds, profile_memory=True, acc_events=True) as record:
         f()
     name = "self_device_memory_usage" if cuda else "self_cpu_memory_usage"
     return max((int(getattr(event, name)) for event in record.events()), default=0)

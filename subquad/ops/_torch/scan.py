@@ -123,7 +123,7 @@ def gated_scan_backward_op(
     (N, _, V), K = v_NTV.shape, q_NTK.shape[-1]
     dq_NTK, di_NTK, dv_NTV = empty_like(q_NTK), empty_like(i_NTK), empty_like(v_NTV)
     dlog_f = q_NTK.new_empty(0) if log_f_NTF is None else log_f_NTF.new_empty(log_f_NTF.shape)
-    r_end = states.new_zeros(N, K, V + normalise) if grad_state_NKV is None else grad_state_NKV
+    r_end = states.new_zeros(N, K, V + int(normalise)) if grad_state_NKV is None else grad_state_NKV
     r_NKV, r_NK1 = (x.clone(memory_format=torch.contiguous_format) for x in r_end.split([V, int(normalise)], -1))
 
     def visit(part: Piece) -> None:
@@ -162,7 +162,7 @@ def gated_scan_backward_op(
 @gated_scan_backward_op.register_fake
 def _(grad, grad_state, q, i, v, log_f, out, total, states, sums, normalise, eps, chunk):  # type: ignore[no-untyped-def]
     dlog_f = q.new_empty(0) if log_f is None else log_f.new_empty(log_f.shape)
-    dstate = states.new_empty(len(v), q.shape[-1], v.shape[-1] + normalise)
+    dstate = states.new_empty(len(v), q.shape[-1], v.shape[-1] + int(normalise))
     return q.new_empty(q.shape), i.new_empty(i.shape), v.new_empty(v.shape), dlog_f, dstate
 
 

@@ -323,7 +323,7 @@ def gated_scan_triton(
     """Return outputs, final state and, if `save`, totals, states and sums of inputs before each chunk (else empty)."""
     x = Inputs(q_BGTK, i_BGTK, v_BHTV, log_f_BHTF, mask_BT, normalise)
     first = None if state_BHKW is None else state_BHKW.contiguous()
-    out, last = by_token(x.v, *x.v.shape), x.v.new_empty(x.B, x.H, x.K, x.V + normalise, dtype=torch.float32)
+    out, last = by_token(x.v, *x.v.shape), x.v.new_empty(x.B, x.H, x.K, x.V + int(normalise), dtype=torch.float32)
     if x.T == 1 and not save:  # decoding: one launch, and no state between chunks
         take_step(x, first, out, last, eps)
     else:
@@ -341,7 +341,7 @@ def _(q, i, v, log_f, state, mask, normalise, eps, save):  # type: ignore[no-unt
     chunks = -(-T // TILES[precision, False].rows)
     shapes = (B, H, T if normalise else 0), (B, H, chunks, K, V), (B, H, chunks, K if normalise else 0)
     total, states, z_states = shapes if save else ((0,),) * 3
-    last = v.new_empty(B, H, K, V + normalise, dtype=torch.float32)
+    last = v.new_empty(B, H, K, V + int(normalise), dtype=torch.float32)
     kept = last.new_empty(total), last.new_empty(states, dtype=state_dtype(precision)), last.new_empty(z_states)
     return by_token(v, *v.shape), last, *kept
 
@@ -363,7 +363,7 @@ def gated_scan_triton_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, i, v, log f (empty if None) and the initial state."""
     x, grad = Inputs(q_BGTK, i_BGTK, v_BHTV, log_f_BHTF, mask_BT, normalise), common.rows(grad_BHTV)
-    dstate = grad.new_empty(x.B, x.H, x.K, x.V + normalise, dtype=torch.float32)
+    dstate = grad.new_empty(x.B, x.H, x.K, x.V + int(normalise), dtype=torch.float32)
     dlast = None if grad_state_BHKW is None else grad_state_BHKW.contiguous()
     totals = total_BHT, total_gradients(x, grad, out_BHTV, total_BHT)
     ends = launch_states(x, x.q, grad, dlast, dstate, totals)
@@ -374,7 +374,7 @@ def gated_scan_triton_backward(
 def _(grad, grad_state, q, i, v, log_f, mask, out, total, states, z_states, normalise):  # type: ignore[no-untyped-def]
     B, H, _, V = v.shape
     dlog_f = grad.new_empty(0) if log_f is None else by_token(log_f, *log_f.shape)
-    dstate = grad.new_empty(B, H, q.shape[-1], V + normalise, dtype=torch.float32)
+    dstate = grad.new_empty(B, H, q.shape[-1], V + int(normalise), dtype=torch.float32)
     return *(by_token(x, *x.shape) for x in (q, i, v)), dlog_f, dstate
 
 
