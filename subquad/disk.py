@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
+import re
 import shutil
 import socket
 import sys
@@ -19,6 +21,10 @@ if sys.platform != "win32":
 
 logger = logging.getLogger(__name__)
 DAY = 24 * 3600.0
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk, a quota or a file that has no room left."""
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Errors of a file system that has no locks."""
 
 
 class InUseError(OSError):
@@ -29,13 +35,16 @@ class InUseError(OSError):
 def aside(path: Path) -> Iterator[Path]:
     """Yield a new path beside `path` for a file or folder, which is renamed to `path` at the end.
 
-    Leaves nothing behind after an error. If another process has put a folder at `path` meanwhile, that one stays.
+    Leaves nothing behind after an error. If another process has put a folder at `path` meanwhile, that one stays. A
+    link at `path` stays too: what it points to is replaced. Raises as `writing` if there is no room.
     """
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = beside(path)
     try:
-        yield temporary
-        sync(temporary)
+        with writing(path):
+            yield temporary
+            sync(temporary)
         try:
             os.replace(temporary, path)
         except OSError:
@@ -44,6 +53,24 @@ def aside(path: Path) -> Iterator[Path]:
         _sync(path.parent)
     finally:
         remove(temporary)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise an `OSError` that names `path` if the block meets a full disk, whichever library has met it."""
+    try:
+        yield
+    except Exception as error:
+        code = error.errno if isinstance(error, OSError) else _code_in(str(error))
+        if code not in FULL:
+            raise
+        raise OSError(code, os.strerror(code), str(path)) from error
+
+
+def _code_in(text: str) -> int | None:
+    """Return the system's error code in the text of an error of safetensors, which is no `OSError`."""
+    found = re.search(r"\(os error (\d+)\)", text)
+    return int(found[1]) if found else None
 
 
 def sweep(folder: Path, names: str, older_than: float = DAY) -> None:
@@ -77,7 +104,8 @@ def locked(folder: Path) -> Iterator[None]:
 def claimed(file: Path) -> Iterator[None]:
     """Hold `file`, which names this process, until the block or the process ends, however it ends.
 
-    Raises `InUseError`, which names the process that holds it, at once.
+    Raises `InUseError`, which names the process that holds it, at once. Processes that this one forks, such as workers
+    that read data, do not hold it: they may outlive a killed one for seconds. A file system without locks is warned of.
     """
     if sys.platform == "win32":
         yield  # Windows has no such lock
@@ -86,11 +114,16 @@ def claimed(file: Path) -> Iterator[None]:
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InUseError(os.read(descriptor, 1000).decode(errors="replace") or "another process") from error
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise InUseError(os.read(descriptor, 1000).decode(errors="replace") or "another process") from error
+            if error.errno not in NO_LOCKS:
+                raise
+            logger.warning("%s can't be locked (%s): nothing keeps another process out", file, error.strerror)
+        with writing(file):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
     finally:
         os.close(descriptor)
@@ -134,6 +167,12 @@ def sha256_of(path: Path) -> str:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace the file `path` atomically: readers see the whole old file or the whole new one."""
+    """Replace the file `path` atomically: readers see the whole old file or the whole new one.
+
+    What is no file, such as a pipe or a terminal, is written to as it is.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
     with aside(path) as draft:
         draft.write_bytes(data)

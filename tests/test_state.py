@@ -2,6 +2,11 @@ import copy
 import io
 import json
 import struct
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -217,6 +222,54 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path):
     with pytest.raises(OSError, match="folder"):
         State({"seen": 1}).save(tmp_path / "folder")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_two_writers_of_one_file_leave_one_of_them_whole(tmp_path):
+    file = tmp_path / "shared"
+
+    def save(number, times=25):
+        for _ in range(times):
+            State({"seen": number, "x": torch.full((1, 4000), float(number))}).save(file)
+
+    save(1, 1)
+    with ThreadPoolExecutor(2) as pool:
+        writers = [pool.submit(save, number) for number in (1, 2)]
+        while not all(writer.done() for writer in writers):
+            found = State.load(file)
+            assert found.tensor("x").unique().tolist() == [found.seen]
+    assert [writer.result() for writer in writers] == [None, None]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+WRITE = """import sys, time, torch
+from subquad import State
+file, number, until = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+state, saves = State({"seen": number, "x": torch.full((1, 100_000), float(number))}), 0
+while time.time() < until:
+    state.save(file)
+    saves += 1
+print(saves)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_that_save_one_state_for_a_minute(tmp_path):
+    file, until = tmp_path / "shared", time.time() + 60
+    command = [sys.executable, "-c", WRITE, str(file)]
+    writers = [
+        subprocess.Popen([*command, str(number), str(until)], stdout=subprocess.PIPE, text=True) for number in (1, 2)
+    ]
+    met = Counter()
+    while time.time() < until:
+        if file.exists():
+            found = State.load(file)
+            assert found.tensor("x").unique().tolist() == [found.seen]
+            met[found.seen] += 1
+    saves = [int(writer.communicate(timeout=60)[0]) for writer in writers]
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert set(met) == {1, 2}
+    assert list(tmp_path.iterdir()) == [file]
+    sys.stdout.write(f"saved {saves} times, read {met.total()} times\n")
 
 
 def cache(tokens: int, start: float = 0.0) -> torch.Tensor:

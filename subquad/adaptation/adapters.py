@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from subquad.adaptation import extended
+from subquad.checksums import write_checksums
 from subquad.config import Record
 from subquad.data.files import MODEL_FILES, write_json
 from subquad.disk import aside
@@ -23,7 +24,6 @@ from subquad.hf import lora
 from subquad.hf.loading import read_config
 from subquad.parsing import read_json_mapping
 from subquad.training.checkpoint import share
-from subquad.training.checksums import write_checksums
 from subquad.training.config import LoraConfig, TrainConfig
 from subquad.training.processes import device_type
 from subquad.training.runs import run_folder

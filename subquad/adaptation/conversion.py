@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
+from subquad import disk
 from subquad.adaptation import measure
 from subquad.adaptation.config import ConvertConfig
 from subquad.adaptation.conversion_report import check_reach, explain
 from subquad.adaptation.replace import Replacement, replace_attention, replaced_layers
 from subquad.adaptation.source import Source, Text, batches, fingerprint, load_source, read_text
 from subquad.adaptation.transfer import Progress, match, tune
+from subquad.checksums import CHECKSUMS, check_unchanged, write_checksums
 from subquad.config import differences
 from subquad.data.files import MODEL_FILES
-from subquad.disk import write_atomically
 from subquad.hf import SubquadForCausalLM, lora
 from subquad.models import Decoder
 from subquad.parsing import read_json_mapping
 from subquad.training.checkpoint import replace_folder, share
-from subquad.training.checksums import write_checksums
 from subquad.training.processes import device_type
 
 SETTINGS, RECORD = "conversion.json", "stage.json"
@@ -49,7 +49,7 @@ class Stages:
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"{folder} is a file; --out must name a new folder")
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, (json.dumps(settings, indent=2) + "\n").encode())
+        disk.write_atomically(file, (json.dumps(settings, indent=2) + "\n").encode())
 
     def place(self, name: str) -> Path:
         """Return the folder of the stage `name`."""
@@ -62,6 +62,7 @@ class Stages:
 
     def model(self, name: str) -> SubquadForCausalLM:
         """Load the model that the complete stage `name` saved."""
+        check_unchanged(self.place(name))
         return SubquadForCausalLM.from_pretrained(self.place(name), local_files_only=True).eval()
 
     def save(self, name: str, record: dict[str, Any], model: SubquadForCausalLM | None = None) -> None:
@@ -70,10 +71,13 @@ class Stages:
         aside = target.with_name(f".saving-{target.name}")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        if model is not None:
-            model.save_pretrained(aside)
-        write_atomically(aside / RECORD, (json.dumps(record, indent=2) + "\n").encode())
-        share(aside)
+        with disk.writing(target):
+            if model is not None:
+                model.save_pretrained(aside)
+                write_checksums(aside)
+            (aside / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            share(aside)
+            disk.sync(aside)
         replace_folder(aside, target)
 
 
@@ -208,11 +212,11 @@ class Conversion:
         stage = self.stages.place("tuned")
         kept = [name for name in MODEL_FILES if (self.source.folder / name).is_file()]
         for name in kept:
-            write_atomically(folder / name, (self.source.folder / name).read_bytes())
-        write_atomically(folder / REPORT, (json.dumps(report, indent=2) + "\n").encode())
-        names = sorted(path.name for path in stage.iterdir() if path.name not in (RECORD, *kept))
+            disk.write_atomically(folder / name, (self.source.folder / name).read_bytes())
+        disk.write_atomically(folder / REPORT, (json.dumps(report, indent=2) + "\n").encode())
+        names = sorted(path.name for path in stage.iterdir() if path.name not in (RECORD, CHECKSUMS, *kept))
         for name in sorted(names, key=lambda name: name == "config.json"):
-            write_atomically(folder / name, (stage / name).read_bytes())
+            disk.write_atomically(folder / name, (stage / name).read_bytes())
         write_checksums(folder, [*kept, *names])
         share(folder)
 

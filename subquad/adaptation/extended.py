@@ -15,6 +15,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from subquad.checksums import check_unchanged
 from subquad.hf import lora
 from subquad.hf.config import SubquadConfig
 from subquad.hf.interface import check_attention, register
@@ -104,6 +105,7 @@ def scale_positions(config: PreTrainedConfig, length: int, scaling: str) -> PreT
 def load_original(folder: str | Path, config: PreTrainedConfig) -> PreTrainedModel:
     """Load the model in `folder` in float32 with `config`; `ValueError`, before allocation, if weights don't fit."""
     register()
+    check_unchanged(folder)
     with naming(folder), no_bar():
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         if kind is not None:  # otherwise transformers raises an error that lists the models it knows
@@ -200,6 +202,7 @@ def load_causal(folder: str) -> nn.Module:
     adapted = lora.is_adapter(folder)
     if not adapted and not (Path(folder) / CONFIG).is_file():
         raise FileNotFoundError(f"there is no model in {folder}: config.json is missing")
+    check_unchanged(folder)
     register()
     disable_progress_bar()
     if lora.is_extension(folder):

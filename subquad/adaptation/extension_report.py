@@ -19,6 +19,7 @@ from subquad.adaptation.config import ExtendConfig
 from subquad.adaptation.extension import attend, scaled_config
 from subquad.data import Corpus, prepare
 from subquad.data.files import write_json
+from subquad.disk import aside, write_atomically
 from subquad.evaluation import drawing
 from subquad.evaluation.positions import PositionPlan, RangeLoss, loss_by_position, plan_positions
 from subquad.evaluation.provenance import provenance
@@ -159,8 +160,9 @@ def _summary(ranges: tuple[RangeLoss, ...], own: int) -> dict[str, float | None]
 def write(report: Mapping[str, Any], folder: Path) -> None:
     """Write report.json, the picture and README.md."""
     write_json(folder / REPORT, report)
-    draw(report).savefig(folder / PICTURE, format="png")
-    (folder / README).write_text(readme(report), encoding="utf-8")
+    with aside(folder / PICTURE) as draft:
+        draw(report).savefig(draft, format="png")
+    write_atomically(folder / README, readme(report).encode())
 
 
 def rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:

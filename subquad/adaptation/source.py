@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from subquad.checksums import check_unchanged
 from subquad.data import load_tokenizer, prepare
 from subquad.data.config import DataConfig
 from subquad.data.order import epoch_order
@@ -55,6 +56,7 @@ def load_source(folder: str | Path) -> Source:
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} holds no {name}; a conversion needs a model and its tokenizer")
+    check_unchanged(folder)
     if isinstance(read_config(folder), SubquadConfig):
         model = SubquadForCausalLM.from_pretrained(folder, local_files_only=True)
     else:

@@ -10,10 +10,11 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 from subquad import program
+from subquad.checksums import trusting
 from subquad.config import suggest
+from subquad.disk import FULL
 from subquad.version import __version__
 
 _HELP = {
@@ -76,10 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return guarded(lambda rest: _run(command, rest), arguments, informs=command in ("train", "extend"))
 
 
-def _trusting() -> Any:
-    return importlib.import_module("subquad.training.checksums").trusting()
-
-
 def _run(command: str, arguments: list[str]) -> int:
     """Import the command's module (and torch) and run it, with the allocator set to keep freed memory."""
     module = importlib.import_module(COMMANDS[command])
@@ -102,7 +99,7 @@ def guarded(run: Callable[[list[str]], int], arguments: Sequence[str], *, inform
     logging.getLogger("subquad").setLevel(logging.DEBUG if debug else usual)
     rest = [argument for argument in arguments if argument not in EVERYWHERE]
     try:
-        with _trusting() if "--trust-changed" in arguments else nullcontext():
+        with trusting() if "--trust-changed" in arguments else nullcontext():
             status = run(rest)
         sys.stdout.flush()
         return status
@@ -119,6 +116,8 @@ def guarded(run: Callable[[list[str]], int], arguments: Sequence[str], *, inform
             if not importlib.import_module("subquad.memory").is_out_of_memory(error):
                 raise
             text = f"out of memory: {text.splitlines()[0]}"
+        if isinstance(error, OSError) and error.errno in FULL:
+            text = f"{text}: free some space and run the same command again"
         if debug:
             traceback.print_exc()
         sys.stderr.write(f"error: {text or 'out of memory'}\n")

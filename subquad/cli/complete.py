@@ -30,7 +30,7 @@ from subquad.data.occlusion import occlusion
 from subquad.evaluation import ImageEvaluation, evaluate_images
 from subquad.evaluation.images import train_reader
 from subquad.generation import SamplingConfig, complete_images
-from subquad.generation.images import DrawnImages, occluded, picture_of
+from subquad.generation.images import DrawnImages, occluded, picture_of, write_png
 
 MOST_AT_ONCE = 16
 """Largest batch in which bits are measured."""
@@ -220,7 +220,7 @@ def save_picture(found: Completions, most: int, file: Path) -> None:
         [image, occluded(image, subject.mask_HW), *drawn[i]] for i, image in enumerate(subject.images.pixels[:most])
     ]
     captions = ["original", "occluded", *(f"drawn {k}" for k in range(1, found.samples + 1))]
-    picture_of(rows, captions).save(file, format="PNG")
+    write_png(file, picture_of(rows, captions))
 
 
 def show(found: Completions) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from subquad import training
+from subquad.checksums import write_checksums
 from subquad.cli.arguments import Parser
 from subquad.data.files import MODEL_FILES
 from subquad.disk import aside
 from subquad.training.checkpoint import share
-from subquad.training.checksums import write_checksums
 
 NAMES = (
     "llama", "mistral", "ministral", "qwen2", "qwen3", "gpt2", "gpt_neox", "mamba2", "granitemoehybrid", "bamba",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import platform
 import sys
@@ -26,7 +25,7 @@ from subquad.disk import write_atomically
 from subquad.evaluation import evaluate, evaluate_images
 from subquad.evaluation.probes import overall, right_answers
 from subquad.generation import Generation, SamplingConfig, generate_images
-from subquad.generation.images import picture_of, square
+from subquad.generation.images import picture_of, square, write_png
 from subquad.program import command
 from subquad.training.baselines import NGRAM_READ
 from subquad.training.progress import read_metrics
@@ -173,7 +172,7 @@ def _write_samples(result: training.RunResult, tokenizer: Tokenizer) -> None:
         how = f"temperature {temperature}, seed {number}" if number else "greedy"
         texts.append(f"--- {how}\n{tokenizer.decode(prompt + tokens)}\n")
     samples = "\n".join(texts)
-    (result.folder / "samples.txt").write_text(samples, encoding="utf-8")
+    write_atomically(result.folder / "samples.txt", samples.encode())
     sys.stdout.write(samples)
 
 
@@ -191,7 +190,7 @@ def _facts(result: training.RunResult, **more: int) -> dict[str, Any]:
 def _write(result: training.RunResult, evaluation: dict[str, Any], report: dict[str, Any]) -> None:
     """Write evaluation.json and report.json."""
     for name, values in (("evaluation", evaluation), ("report", report)):
-        write_atomically(result.folder / f"{name}.json", (json.dumps(values, indent=2) + "\n").encode())
+        write_json(result.folder / f"{name}.json", values)
 
 
 def _add_training(table: Table, result: training.RunResult, speed: str) -> None:
@@ -256,7 +255,7 @@ def _images(result: training.RunResult) -> None:
         sys.stderr.write(f"drawing {options.samples} images ...\n")
         drawn = generate_images(model, options.samples, seed=result.config.run.seed)
         pixels = drawn.pixels_NT.view(-1, *model.config.shape).numpy()
-        picture_of(square(list(pixels))).save(result.folder / PICTURE, format="PNG")
+        write_png(result.folder / PICTURE, picture_of(square(list(pixels))))
         report["generated_images_per_second"] = options.samples / drawn.seconds
         table.add_row("generation", f"{options.samples / drawn.seconds:,.2f} images/s, {drawn.batch_size} at once")
     _write(result, evaluation.to_dict(), report)

@@ -23,9 +23,10 @@ from subquad.cli.threads import keep_to_idle_cores
 from subquad.config import check_at_least
 from subquad.data.special_tokens import separator_id, special_ids
 from subquad.data.tokenizers import encode_prompt, encode_text
+from subquad.disk import aside
 from subquad.generation import BatchDecoder, Generation, SamplingConfig, TextStream, beam_search, generate_images
 from subquad.generation.batch import continue_together
-from subquad.generation.images import picture_of, square
+from subquad.generation.images import picture_of, square, write_png
 from subquad.generation.stream import StopStrings
 from subquad.models import Decoder
 from subquad.models.stacks import Decode
@@ -421,13 +422,11 @@ def _write_texts(start: Start, asked: Namespace) -> None:
                 texts.append(start.loaded.tokenizer.decode(tokens + own, skip_special_tokens=True).strip())
                 count += len(own)
             shown(0)
-    draft = Path(f"{asked.out_file}.tmp")
-    with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file:
+    with aside(Path(asked.out_file)) as draft, zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file:
         for number, text in enumerate(texts, 1):
             if text:
                 document = zipfile.ZipInfo(f"{number:0{len(str(len(texts)))}}.txt", DATE)
                 file.writestr(document, text, zipfile.ZIP_DEFLATED)
-    os.replace(draft, asked.out_file)
     seconds, empty = time.perf_counter() - begin, sum(not text for text in texts)
     left_out = f" ({empty} empty texts left out)" if empty else ""
     sys.stderr.write(
@@ -460,7 +459,7 @@ def _draw_images(parser: Parser, asked: Namespace) -> None:
             progress=shown,
         )
     images = drawn.pixels_NT.view(-1, *loaded.model.config.shape).numpy()
-    picture_of(square(list(images))).save(out, format="PNG")
+    write_png(out, picture_of(square(list(images))))
     sys.stderr.write(
         f"drawn: {asked.images} images in {drawn.seconds:.2f} s ({asked.images / drawn.seconds:.2f} images/s), "
         f"{drawn.batch_size} at once, seed {seed}; state: {drawn.state_bytes:,} bytes\n"

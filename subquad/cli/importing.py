@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from subquad.checksums import check_unchanged
 from subquad.cli.arguments import Parser
 from subquad.cli.exporting import check_new, write_model
 from subquad.data.llama2c import read_llama2c_tokenizer
@@ -85,6 +86,7 @@ def _model(name: str) -> Any:
     from subquad.hf.llama2c import is_llama2c, read_llama2c
 
     disable_progress_bar()
+    check_unchanged(name)
     return read_llama2c(name) if is_llama2c(name) else from_transformers(name)
 
 

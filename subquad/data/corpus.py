@@ -106,7 +106,7 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
 
     def fill(temporary: Path) -> None:
         _build(temporary, config, fixed, sources, progress or silent)
-        sums = {name: sha256_of(temporary / name) for name in PLAIN}
+        sums = {name: sha256_of(temporary / name) for name in (*PLAIN, CONFIG)}
         write_json(temporary / "manifest.json", {"version": FORMAT_VERSION, "contents": contents, "sha256": sums})
         for source, before in zip(sources, contents, strict=True):
             _check_unchanged(source, before)
@@ -294,7 +294,8 @@ def _open(folder: Path) -> Corpus:
     check_keys(manifest, kinds, str(folder / "manifest.json"))
     if (version := manifest["version"]) != FORMAT_VERSION:
         raise ValueError(f"{folder} has corpus format version {version}, this release reads version {FORMAT_VERSION}")
-    for name in PLAIN:
+    earlier = CONFIG not in manifest["sha256"]  # a release that kept no checksum of it
+    for name in PLAIN if earlier else (*PLAIN, CONFIG):
         if sha256_of(folder / name) != manifest["sha256"].get(name):
             raise ValueError(f"{folder / name} is damaged: its checksum is wrong")
     tokenizer = load_tokenizer(folder / "tokenizer.json")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from subquad.config import suggest
-from subquad.disk import aside, beside, locked, remove, sweep
+from subquad.disk import aside, beside, locked, remove, sweep, write_atomically
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
@@ -86,5 +86,5 @@ def _damage(check: Callable[[], object]) -> Exception | None:
 
 
 def write_json(path: str | Path, values: Mapping[str, Any]) -> None:
-    """Write `values` to `path` as indented JSON."""
-    Path(path).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    """Write `values` to `path` as indented JSON, atomically."""
+    write_atomically(Path(path), (json.dumps(values, indent=2) + "\n").encode())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from subquad.attention import Cost
+from subquad.disk import aside
 from subquad.models.costs import Measured
 
 if TYPE_CHECKING:
@@ -80,8 +81,8 @@ def save(figure: Figure, file: Path) -> None:
     import matplotlib
 
     nothing = {"Software": None} if file.suffix == ".png" else {"Date": None, "Creator": None}
-    with matplotlib.rc_context({"svg.hashsalt": "subquad"}):
-        figure.savefig(file, metadata=nothing)
+    with matplotlib.rc_context({"svg.hashsalt": "subquad"}), aside(file) as draft:
+        figure.savefig(draft, format=file.suffix[1:], metadata=nothing)
 
 
 def palette(levels: int | None = None) -> Colormap:

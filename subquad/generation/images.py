@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from subquad.config import check_at_least
+from subquad.disk import aside
 from subquad.inference import device_of, inference
 from subquad.models.image import START, ImageModel
 from subquad.state import State
@@ -152,6 +154,12 @@ def _fill(
         tokens_BT[:, place + 1] = model.sample(parameters_BP, random_BT[:, place], temperature=temperature)
         show(place + 1)
     return tokens_BT[:, 1:].to("cpu", torch.uint8), state
+
+
+def write_png(file: Path, picture: Image.Image) -> None:
+    """Write a picture atomically."""
+    with aside(file) as draft:
+        picture.save(draft, format="PNG")
 
 
 def picture_of(rows: Sequence[Sequence[Pixels]], captions: Sequence[str] = ()) -> Image.Image:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from subquad.checksums import check_unchanged
 from subquad.config import suggest
 from subquad.hf.config import SubquadConfig
 from subquad.hf.encoders import SubquadEncoderForSequenceClassification, SubquadForPreTraining
@@ -203,6 +204,7 @@ def base_config(folder: str | Path) -> SubquadConfig:
 
 def load_base(folder: str | Path, classes: Sequence[str] | None = None) -> PreTrainedModel:
     """Load the model in `folder`; with `classes`, load a classifier with a new, random head for them."""
+    check_unchanged(folder)
     config = base_config(folder)
     model_class: Any = next(owner for owner in _MODELS if owner.config_class is type(config))
     if classes is None:
@@ -349,6 +351,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
         raise FileNotFoundError(
             f"{folder} holds no {ADAPTER_CONFIG}, so no adapter; `subquad train --lora.rank` makes one"
         )
+    check_unchanged(folder)
     try:
         check_adapter(folder, model, peft.LoraConfig().to_dict())
         config: Any = peft.LoraConfig.from_pretrained(str(folder))

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from subquad import training
 from subquad.data.special_tokens import special_ids
+from subquad.data.tokenizers import vocab_size
 from subquad.generation import BatchDecoder, SamplingConfig, TextStream
 from subquad.serving import schemas
 from subquad.serving.config import ServeConfig
@@ -86,6 +87,7 @@ class Routes:
         self._served = served
         self._metrics = metrics
         self._created = int(time.time())
+        self._tokens_known = vocab_size(texts.tokenizer)
         self._page = files("subquad.serving").joinpath("page.html").read_text(encoding="utf-8")
 
     async def page(self) -> Response:
@@ -133,20 +135,17 @@ class Routes:
         text, param = body.prompt, "prompt"
         if text is None:
             (text, _), param = await self._chat(body.messages or []), "messages"
-        try:
-            tokens = await asyncio.to_thread(self._texts.encode, text, begin=body.add_special_tokens)
-        except ValueError as error:
-            raise APIError(400, str(error), param=param) from error
+        tokens = await self._tokens_of(text, param, begin=body.add_special_tokens)
         words = [self._texts.tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
-        found = {"count": len(tokens), "max_model_len": self._config.max_context, "tokens": tokens}
+        most = self._engine.max_context or self._config.max_context
+        found = {"count": len(tokens), "max_model_len": most, "tokens": tokens}
         return json_response({**found, "token_strs": words})
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:
         """Return the text of tokens, special ones included, as vLLM's server does."""
         self._check_model(body.model)
-        size = self._texts.tokenizer.get_vocab_size()
-        if wrong := [token for token in body.tokens if token >= size][:1]:
-            raise APIError(400, f"tokens must be below {size}, got {wrong[0]}", param="tokens")
+        if (most := max(body.tokens, default=0)) >= self._tokens_known:
+            raise APIError(400, f"tokens must be below {self._tokens_known}, got {most}", param="tokens")
         text = await asyncio.to_thread(self._texts.tokenizer.decode, body.tokens, skip_special_tokens=False)
         return json_response({"prompt": text})
 
@@ -160,14 +159,23 @@ class Routes:
     async def _encoded(self, prompt: str | list[int], param: str) -> list[int]:
         """Return the prompt's tokens, or 400 if there are none or too many."""
         if isinstance(prompt, str):
-            try:
-                prompt = await asyncio.to_thread(self._texts.encode, prompt)
-            except ValueError as error:
-                raise APIError(400, str(error), param=param) from error
+            prompt = await self._tokens_of(prompt, param)
         if len(prompt) > self._config.max_prompt:
-            message = f"a prompt may have {self._config.max_prompt} tokens, but this one has {len(prompt)}"
-            raise APIError(400, message, param=param, code="context_length_exceeded")
+            raise self._too_long(len(prompt), param)
         return prompt
+
+    async def _tokens_of(self, text: str, param: str, *, begin: bool = True) -> list[int]:
+        """Return the tokens of a text, or 400 if there are none or if no prompt is so long."""
+        if len(text) > self._config.max_prompt * self._texts.longest:  # each character would take 200 bytes and 2 us
+            raise self._too_long(f"{len(text)} characters", param)
+        try:
+            return await asyncio.to_thread(self._texts.encode, text, begin=begin)
+        except ValueError as error:
+            raise APIError(400, str(error), param=param) from error
+
+    def _too_long(self, size: object, param: str) -> APIError:
+        message = f"a prompt may have {self._config.max_prompt} tokens, but this one has {size}"
+        return APIError(400, message, param=param, code="context_length_exceeded")
 
     async def _answer(
         self,

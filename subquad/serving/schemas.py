@@ -277,7 +277,7 @@ def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
     if not place:
         return "the body must be a JSON object, sent as Content-Type: application/json", None
     param = shortened(str(place[0]))
-    if param in MUST_BE:  # a union: pydantic would report an error for each member
+    if param in MUST_BE and (place[1:] or kind == "missing"):  # a union: pydantic reports an error for each member
         return f"{param} must be {MUST_BE[param]}", param
     if param == "messages" and place[2:3] == ["content"] and kind != "missing":
         return f"messages.{place[1]}.content must be {CONTENT}", param

@@ -16,6 +16,9 @@ from subquad.training.runs import LoadedRun
 PLAIN_STOP = "\nuser:"
 """Stop string of chats without a template: the model would go on with the user's next turn."""
 
+LONG = 16
+"""Characters that a token may stand for in any vocabulary, such as a whole unknown word."""
+
 
 class Template(NamedTuple):
     """A chat template in Jinja, and the special tokens that it may use."""
@@ -35,6 +38,8 @@ class Texts:
         self, tokenizer: Tokenizer, template: Template | None = None, end_tokens: frozenset[int] = frozenset()
     ) -> None:
         self.tokenizer, self.template, self.end_tokens = tokenizer, template, end_tokens
+        self.longest = max(LONG, *map(len, tokenizer.get_vocab()))
+        """Characters of a text for each of its tokens, at most: texts that can't fit are refused unread."""
 
     @classmethod
     def of(cls, loaded: LoadedRun) -> Self:

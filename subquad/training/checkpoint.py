@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from subquad import disk
+from subquad.checksums import FORMAT, MANIFEST
 from subquad.config import differences
 from subquad.data.corpus import FILES
 from subquad.models.config import DecoderConfig
@@ -25,9 +26,7 @@ from subquad.training.errors import CheckpointError, FormatVersionError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "subquad-checkpoint"
 FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
 REQUIRED = ("model", "optimizer", "scheduler", "rng_state", "trainer_state")
 """Prefixes of the files that every checkpoint holds; a LoRA checkpoint has `adapter_model` instead of `model`."""
 _ASIDE, _TRASH = ".saving-", ".trash-"

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
 from subquad.config import digest
-from subquad.disk import write_atomically
+from subquad.disk import aside, write_atomically
 from subquad.parsing import check_keys, parse_json, read_text
 from subquad.program import install
 from subquad.training.errors import SaveError
@@ -292,7 +292,8 @@ def draw_curves(records: Sequence[dict[str, float]], path: Path, *, title: str, 
     axes.set_ylim(low, high)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(path, format="png")
+    with aside(path) as draft:
+        figure.savefig(draft, format="png")
 
 
 def loss_range(train: Sequence[tuple[float, float]], held_out: Sequence[tuple[float, float]]) -> tuple[float, float]:

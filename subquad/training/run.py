@@ -134,6 +134,7 @@ def _train_held(
     def find_checkpoint() -> Path | None:
         if exists := folder.is_dir():
             hold()
+        disk.sweep(folder, "*")
         checkpoint.sweep(root)
         policy = config.run.resume
         if first is not None and policy == "must" and _newest_step(first):

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from subquad.checksums import check_unchanged
 from subquad.data import load_tokenizer
 from subquad.data.images import ImageSet, load_images, load_pictures
 from subquad.data.special_tokens import end_tokens
@@ -27,7 +28,6 @@ from subquad.models import Decoder
 from subquad.models.image import ImageModel
 from subquad.parsing import read_json_mapping
 from subquad.program import command
-from subquad.training.checksums import check_unchanged
 from subquad.training.config import TrainConfig
 from subquad.training.processes import device_type
 from subquad.training.saving import CHECKPOINTS

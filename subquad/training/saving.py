@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from subquad import disk
+from subquad.checksums import CHECKSUMS, write_checksums
 from subquad.parsing import check_keys, parse_json, read_json
 from subquad.training import checkpoint
-from subquad.training.checksums import CHECKSUMS, write_checksums
 from subquad.training.errors import CheckpointError, NonFiniteError, SaveError, reading
 from subquad.training.processes import Processes, now_at
 from subquad.training.task import Task, weights_file
@@ -194,8 +194,9 @@ class Checkpoints:
             if self.processes.first:
                 shutil.rmtree(folder, ignore_errors=True)
             free = shutil.disk_usage(self.root).free / 2**30
+            said = "PyTorch could write no more" if isinstance(error, RuntimeError) else error
             raise SaveError(
-                f"{what} could not be written to {folder.parent}, where {free:.2f} GiB are free: {error}. It was "
+                f"{what} could not be written to {folder.parent}, where {free:.2f} GiB are free: {said}. It was "
                 f"deleted; earlier files are untouched (newest checkpoint: {self.newest_name()}). Free some space and "
                 "run the same command again"
             ) from error

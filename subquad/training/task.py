@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from subquad.data.files import Progress
 from subquad.data.images import ImageSet
 from subquad.data.labelled import LabelledCorpus
 from subquad.data.probes import ProbeCorpus
+from subquad.disk import aside
 from subquad.models.config import DecoderConfig
 from subquad.training.config import TrainConfig, with_steps
 from subquad.training.errors import CheckpointError, StepMemoryError, reading
@@ -90,10 +90,8 @@ class Task:
         """Write `config.yaml` into the run's folder, with the number of steps (None: not known yet)."""
         settings: Any = self.settings or self.config
         folder = Path(self.config.run.folder)
-        # Atomically, so that a crash can't damage the files that a resume needs.
-        draft = folder / ".draft.yaml"
-        with_steps(settings, steps).to_file(draft)
-        os.replace(draft, folder / CONFIG)
+        with aside(folder / CONFIG) as draft:
+            with_steps(settings, steps).to_file(draft)
 
     @property
     def count(self) -> int:

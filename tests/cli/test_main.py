@@ -91,6 +91,8 @@ def test_a_command_that_is_not_there_is_answered_with_the_right_one(capsys, argu
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: 4 TB\n in C++"), 1,
      ["error: out of memory: DefaultCPUAllocator: can't allocate memory: 4 TB"]),
     (MemoryError(), 1, ["error: out of memory"]),
+    (OSError(28, "No space left on device", "a/b"), 1,
+     ["error: [Errno 28] No space left on device: 'a/b': free some space and run the same command again"]),
 ])  # fmt: skip
 def test_an_error_is_a_line_and_debug_adds_its_traceback(monkeypatch, capsys, error, status, lines):
     def broken(arguments):

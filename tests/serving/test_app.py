@@ -10,8 +10,9 @@ from subquad.generation import BatchDecoder, Generation, SamplingConfig, TextStr
 from subquad.serving import ServeConfig
 from subquad.serving.engine import Event
 from subquad.serving.replies import Choice
-from subquad.serving.schemas import ChatCompletion, Completion, CompletionRequest
+from subquad.serving.schemas import ChatCompletion, Completion, CompletionRequest, Detokenized, Tokenized
 from subquad.serving.texts import Template, Texts
+from tests.cli.folders import word_tokenizer
 from tests.serving.helpers import ScriptedDecoder, events, served, slow, tiny_model
 from tests.serving.test_schemas import error_of
 
@@ -211,10 +212,36 @@ def test_bias_and_fewest_tokens_reach_the_decoder(model):
         assert [choice["text"] for choice in choices(client, **always, ignore_eos=True)] == ["x" * 9]
 
 
+def test_prompts_and_chats_become_tokens_and_tokens_text():
+    tokenizer = word_tokenizer({"<unk>": 0, "<s>": 1, "user": 2, "hi": 3, "assistant": 4, "</s>": 9}, ["<s>"])
+    with served(ScriptedDecoder(), texts=Texts(tokenizer)) as client:
+        found = complete(client, "/tokenize", prompt="<s> hi there", return_token_strs=True)
+        Tokenized.model_validate(found)
+        words = ["<s>", "hi", "<unk>"]
+        assert found == {
+            "count": 3,
+            "max_model_len": ServeConfig().max_context,
+            "tokens": [1, 3, 0],
+            "token_strs": words,
+        }
+        assert complete(client, "/tokenize", prompt="hi", model="tiny")["token_strs"] is None
+        chat = complete(client, "/tokenize", messages=HI, return_token_strs=True)
+        assert chat["tokens"] == list(Texts(tokenizer).encode(Texts(tokenizer).chat(HI)[0]))
+        found = complete(client, "/detokenize", tokens=[1, 3, 9, 8])  # no token is 8
+        Detokenized.model_validate(found)
+        assert found == {"prompt": "<s> hi </s>"}
+        assert complete(client, "/detokenize", tokens=[]) == {"prompt": ""}
+        message = "tokens must be below 10, got 10"
+        assert error_of(client.post("/detokenize", json={"tokens": [1, 10]}), 400)["message"] == message
+        for path, body in (("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [1]})):
+            assert error_of(client.post(path, json={**body, "model": "x"}), 404)["code"] == "model_not_found"
+
+
 def test_the_default_number_of_tokens_fits_the_table_of_positions():
     decoder = BatchDecoder(tiny_model(position="learned", max_positions=12), slots=1, max_context=96)
     with served(decoder, config=ServeConfig(slots=1, max_prompt=64, max_tokens=32)) as client:
         assert complete(client, prompt="hello", temperature=0)["usage"]["completion_tokens"] == 8
+        assert complete(client, "/tokenize", prompt="hello")["max_model_len"] == 13
         message = error_of(client.post(COMPLETIONS, json={"prompt": "hello", "max_tokens": 9}), 400)["message"]
     assert re.match(r"a sequence may have 13 tokens \(max_positions=12 of .*, but this one asks for 14", message)
 

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from subquad.serving import ServeConfig
-from subquad.serving.gate import Body
+from subquad.serving.gate import BODIES, Body, Count
+from subquad.serving.metrics import Load, Metrics
 from tests.serving.helpers import ScriptedDecoder, served
 from tests.serving.test_schemas import error_of
 
@@ -14,7 +15,7 @@ def test_without_the_key_nothing_of_the_model_is_told():
     wrong = [{}, {"Authorization": "Bearer é".encode("latin-1")}]
     wrong += [{"Authorization": key} for key in ("Bearer wrong", "s3cret", "Basic s3cret", "Bearer s3cret2")]
     with served(ScriptedDecoder(), api_key="s3cret") as client:
-        for path in ("/v1/models", "/metrics", "/v1/nothing"):
+        for path in ("/v1/models", "/metrics", "/v1/nothing", "/tokenize", "/detokenize"):
             for headers in wrong:
                 answer = client.get(path, headers=headers)
                 assert error_of(answer, 401)["code"] == "invalid_api_key"
@@ -56,6 +57,63 @@ async def test_a_body_that_does_not_come_is_given_up(length, gone, status, messa
     await Body(None, most=10, seconds=5.0 if gone else 0.05)(scope, receive, send)
     assert [part["status"] for part in sent[:1]] == ([] if gone else [status])
     assert all(message in part["body"] for part in sent[1:])
+
+
+async def ask(app, body, *, route="/v1/completions", gone=False):
+    """Post `body` to an application, by a client that may leave in the middle of it; what is sent back."""
+    parts, sent = [body], []
+
+    async def receive():
+        await asyncio.sleep(0)
+        return (
+            {"type": "http.request", "body": parts.pop(), "more_body": gone} if parts else {"type": "http.disconnect"}
+        )
+
+    async def send(part):
+        sent.append(part)
+
+    await app({"type": "http", "method": "POST", "path": route, "headers": []}, receive, send)
+    return sent
+
+
+@pytest.mark.anyio
+async def test_a_client_that_leaves_in_its_body_is_counted_as_gone_and_an_error_of_ours_is_not():
+    async def broken(scope, receive, send):
+        raise RuntimeError("a bug")
+
+    metrics = Metrics()
+    app = Count(Body(broken, most=10, seconds=5.0), metrics, ["/v1/completions"], 5.0)
+    assert await ask(app, b"12345", gone=True) == []
+    with pytest.raises(RuntimeError, match="a bug"):
+        await ask(app, b"12345")
+    text = metrics.text(Load(0, 0, 0, 0), 0)
+    for status in (499, 500):
+        assert f'method="POST",route="/v1/completions",status="{status}"}} 1' in text
+
+
+@pytest.mark.anyio
+async def test_the_bodies_of_all_requests_are_bounded_together_until_they_are_answered():
+    async def waiting(scope, receive, send):
+        await answered.wait()
+
+    answered, body = asyncio.Event(), Body(waiting, most=10, seconds=5.0)
+    held = [asyncio.create_task(ask(body, b"0123456789")) for _ in range(BODIES)]
+    await asyncio.sleep(0.01)
+    start, end = await ask(body, b"0")
+    assert start["status"] == 429
+    assert (b"retry-after", b"1") in start["headers"]
+    assert b"the server holds 80 bytes of requests and takes no more; try again later" in end["body"]
+    assert (await ask(body, b"0", gone=True))[0]["status"] == 429
+    answered.set()
+    assert await asyncio.gather(*held) == [[]] * BODIES
+    for size in (10, 11, 10):  # one that is too large, or whose client leaves, holds nothing afterwards
+        sent = await ask(body, b"0" * size, gone=size == 10)
+        assert [part["status"] for part in sent[:1]] == ([413] if size == 11 else [])
+    answered.clear()
+    held = [asyncio.create_task(ask(body, b"0123456789")) for _ in range(BODIES)]
+    await asyncio.sleep(0.01)
+    answered.set()
+    assert await asyncio.gather(*held) == [[]] * BODIES
 
 
 def test_only_named_origins_may_ask():

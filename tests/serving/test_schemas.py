@@ -85,6 +85,39 @@ def test_a_wrong_chat_names_its_field(client, body, param, message):
     assert error["param"] == param
 
 
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+TAKES = (
+    'must be a text or a list of at most 128 parts like {"type": "text", "text": "hi"}; no pictures, sound or files '
+    "are read"
+)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+@pytest.mark.parametrize("content", [None, [PICTURE], [{"type": "text", "text": "a"}, PICTURE], [None], {}])
+def test_content_that_is_no_text_is_answered_by_what_is_read(client, path, content):
+    answer = client.post(path, json={"messages": [*SAID, {"role": "user", "content": content}]})
+    error = error_of(answer, 400)
+    assert (error["message"], error["param"]) == (f"messages.1.content {TAKES}", "messages")
+
+
+@pytest.mark.parametrize(("path", "body", "message"), [
+    *(("/tokenize", body, "give either prompt, a text, or messages, those of a chat")
+      for body in ({}, {"prompt": None}, {"prompt": "a", "messages": SAID})),
+    ("/tokenize", {"prompt": [1]}, "prompt should be a valid string"),
+    ("/tokenize", {"prompt": ""}, "prompt String should have at least 1 character"),
+    ("/tokenize", {"prompt": "a", "x": 1}, "unknown field 'x'"),
+    ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens should be a valid boolean"),
+    *((path, {"prompt": "x" * 1025}, "a prompt may have 64 tokens, but this one has 1025 characters")
+      for path in ("/tokenize", COMPLETIONS)),
+    ("/detokenize", {}, "tokens is missing"),
+    ("/detokenize", {"tokens": "a"}, "tokens should be a valid list"),
+    *(("/detokenize", {"tokens": [0, token]}, "tokens.1 should be ") for token in (-1, 1.5, True, "a", None)),
+    *(("/detokenize", {"tokens": [token]}, f"tokens must be below 256, got {token}") for token in (256, 1 << 70)),
+])  # fmt: skip
+def test_a_wrong_text_or_token_names_its_field(client, path, body, message):
+    assert message in error_of(client.post(path, json=body), 400)["message"]
+
+
 @pytest.mark.parametrize(("body", "message"), [
     (b"{", "the body is not valid JSON: Expecting property name"),
     (b"[]", "the body must be a JSON object, sent as Content-Type: application/json"),

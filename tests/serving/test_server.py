@@ -21,20 +21,26 @@ from tests.serving.helpers import server, until
 
 pytestmark = pytest.mark.slow
 SOAK_SECONDS = float(os.environ.get("SUBQUAD_SOAK_SECONDS", "300"))
-STREAMS = 64
 GROWTH = 0.02
+
+
+async def post(process, path, content, length=None):
+    """Post bytes by hand, announced to be `length`: the two ends of the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", process.port)
+    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {length or len(content)}\r\n\r\n".encode() + content)
+    return reader, writer
+
+
+async def status_of(reader):
+    """The status of an answer."""
+    return int((await reader.readuntil(b"\r\n\r\n")).split(b" ")[1])
 
 
 async def begin(process, **body):
     """Post to /v1/completions by hand: the response's status, and the stream of its body's lines."""
-    content = json.dumps({"prompt": "hello", **body}).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", process.port)
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\n\r\n%s" % (len(content), content)
-    )
-    status = int((await reader.readuntil(b"\r\n\r\n")).split(b" ")[1])
-    return status, reader, writer
+    reader, writer = await post(process, "/v1/completions", json.dumps({"prompt": "hello", **body}).encode())
+    return await status_of(reader), reader, writer
 
 
 async def objects(reader):
@@ -103,8 +109,42 @@ def test_thousands_of_malformed_requests_cause_no_5xx(run_folder, tmp_path):
     assert counts["5"] == 0
 
 
-async def soak(process, seconds):
-    """Keep `STREAMS` streams open for `seconds`: counts of results, and (time, resident bytes)."""
+BAD = [
+    ("/v1/completions", b"{", 400), ("/v1/completions", b'{"prompt": 3}', 400), ("/tokenize", b"{}", 400),
+    ("/v1/completions", b'{"prompt": "a", "max_tokens": 99999999}', 400), ("/v1/nothing", b"{}", 404),
+    ("/v1/completions", b'{"prompt": "a", "model": "other"}', 404), ("/detokenize", b'{"tokens": [999999]}', 400),
+    ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": null}]}', 400), ("/health", b"", 405),
+    ("/v1/completions", b'{"prompt": "' + b"\xff" * 1000 + b'"}', 400),
+]  # fmt: skip
+"""Requests that are refused, and the statuses of their answers."""
+LARGEST = 1 << 22
+
+
+async def disturb(process, counts, ends):
+    """Send bad requests, bodies of the largest size and larger ones, and leave in the middle of bodies."""
+    while time.monotonic() < ends:
+        for path, content, status in BAD:
+            reader, writer = await post(process, path, content)
+            found = await status_of(reader)
+            counts[str(found) if found == status else "errors"] += 1
+            writer.close()
+        body = b'{"prompt": "' + b"x" * (LARGEST - 14) + b'"}'
+        reader, writer = await post(process, "/v1/completions", body)  # longer than any prompt
+        found = await status_of(reader)
+        counts[str(found) if found in (400, 429) else "errors"] += 1
+        writer.close()
+        reader, writer = await post(process, "/v1/completions", b"{", length=LARGEST + 1)
+        counts["413" if await status_of(reader) == 413 else "errors"] += 1
+        writer.close()
+        _, writer = await post(process, "/v1/completions", body[: LARGEST // 2], length=len(body))
+        await asyncio.sleep(0.05)
+        writer.transport.abort()
+        counts["left"] += 1
+        await asyncio.sleep(0.5)
+
+
+async def soak(process, seconds, streams, disturbers=0):
+    """Keep `streams` streams open for `seconds`, beside `disturb`: counts of results, and (time, resident bytes)."""
     counts, memory, start = Counter(), [], time.monotonic()
 
     async def one(number):
@@ -121,8 +161,9 @@ async def soak(process, seconds):
                 fits = number == 0 or (status == 200 and chunk["usage"]["completion_tokens"] == tokens)
                 counts["streams" if fits else "errors"] += 1
                 counts["tokens"] += tokens
-            except (OSError, EOFError, KeyError, TypeError, ValueError):
+            except (OSError, EOFError, KeyError, TypeError, ValueError) as error:
                 counts["errors"] += 1
+                sys.stdout.write(f"stream {number} at {time.monotonic() - start:.1f} s: {error!r}\n")
 
     async def watch():
         status = Path(f"/proc/{process.popen.pid}/status")
@@ -132,16 +173,18 @@ async def soak(process, seconds):
             await asyncio.sleep(0.5)
 
     watching = asyncio.ensure_future(watch())
-    await asyncio.gather(*(one(number) for number in range(STREAMS)))
+    beside = [disturb(process, counts, start + seconds) for _ in range(disturbers)]
+    await asyncio.gather(*(one(number) for number in range(streams)), *beside)
     watching.cancel()
     return counts, memory, time.monotonic() - start
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="memory is read from /proc")
 @pytest.mark.timeout(SOAK_SECONDS + 180)
-def test_many_streams_for_minutes_without_an_error_or_growth(run_folder):
-    with server(run_folder, "--slots", str(STREAMS), "--max_requests", str(STREAMS)) as process:
-        counts, memory, seconds = asyncio.run(soak(process, SOAK_SECONDS))
+@pytest.mark.parametrize(("streams", "disturbers"), [(64, 0), (16, 4)], ids=["streams", "beside bad requests"])
+def test_many_streams_for_minutes_without_an_error_or_growth(run_folder, streams, disturbers):
+    with server(run_folder, "--slots", str(streams), "--max_requests", str(2 * streams)) as process:
+        counts, memory, seconds = asyncio.run(soak(process, SOAK_SECONDS, streams, disturbers))
         warm = min(60.0, SOAK_SECONDS / 4)
         before = statistics.median(size for at, size in memory if warm / 2 <= at <= warm)
         after = max(size for at, size in memory if at >= SOAK_SECONDS - warm / 2)
@@ -150,11 +193,17 @@ def test_many_streams_for_minutes_without_an_error_or_growth(run_folder):
         process.popen.terminate()
         assert (process.popen.wait(30), process.popen.stderr.read()) == (0, "")
     sys.stdout.write(
-        f"{STREAMS} streams at once for {seconds:.0f} s: {dict(counts)}, {counts['tokens'] / seconds:.0f} tokens/s, "
+        f"{streams} streams at once for {seconds:.0f} s: {dict(counts)}, {counts['tokens'] / seconds:.0f} tokens/s, "
         f"resident {before / 2**20:.1f} MiB then {after / 2**20:.1f} MiB ({after / before - 1:+.2%})\n"
     )
     assert counts["errors"] == 0
-    assert counts["streams"] >= STREAMS
-    assert found["subquad_slots_free"] == STREAMS
+    assert counts["streams"] >= streams
+    assert found["subquad_slots_free"] == streams
+    statuses = Counter()
+    for name, value in found.items():
+        if match := re.fullmatch(r'subquad_requests_total\{.*status="(\d+)"\}', name):
+            statuses[match[1]] += int(value)
+    assert not [status for status in statuses if status.startswith("5")]
+    assert all((status in statuses) == (disturbers > 0) for status in ("400", "404", "405", "413", "499"))
     assert found['subquad_sequences_ended_total{reason="cancelled"}'] > 0
     assert after < (1 + GROWTH) * before

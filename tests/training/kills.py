@@ -1,7 +1,8 @@
 """Trains a configuration in forks of this process that are killed again and again: python kills.py CONFIG KILLS
 
-The first half of the kills comes at random moments, the second half inside saves. Prints for each whether a save was
-cut short, how the fork ended, and the newest complete checkpoint. Forks needn't import what this process has imported.
+Of three kills one comes at any moment from the start on, one at any moment after a save, and one inside a save. Prints
+for each whether a save was cut short, how the fork ended, and the step of the newest complete checkpoint. Forks needn't
+import what this process has imported.
 """
 
 import multiprocessing
@@ -27,22 +28,20 @@ def main():
     for number in range(kills):
         process = multiprocessing.get_context("fork").Process(target=train, args=(config,))
         process.start()
-        saves, last = draw.randint(1, 3), newest_step(root)
+        saves, last = draw.randint(1, 3) if number % 3 else 0, newest_step(root)
         while saves:
             time.sleep(0.002)
             if newest_step(root) > last:
                 last, saves = newest_step(root), saves - 1
-        if number < kills // 2:
-            time.sleep(draw.uniform(0, 0.2))
-        else:
-            while not list(root.glob(".saving-*")):
-                pass
-            time.sleep(draw.uniform(0, 0.01))
+        while number % 3 == 2 and not list(root.glob(".saving-*")):
+            pass
+        time.sleep(draw.uniform(0, (1.0, 0.2, 0.01)[number % 3]))
         process.kill()
         process.join()
         cut = "cut" if list(root.glob(".saving-*")) else "whole"
         end = "killed" if process.exitcode == -signal.SIGKILL else "ended"
-        print(cut, end, checkpoint.newest_complete(root).name)
+        checkpoint.newest_complete(root)  # raises if there are checkpoints, and none of them is whole
+        print(cut, end, newest_step(root))
 
 
 if __name__ == "__main__":

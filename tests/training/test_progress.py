@@ -4,6 +4,7 @@ import importlib.util
 import io
 import logging
 import re
+import resource
 from unittest.mock import MagicMock
 
 import pytest
@@ -11,7 +12,8 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from subquad.training import train
-from subquad.training.progress import Bar, Meter, draw_curves, loss_range, read_metrics
+from subquad.training.errors import SaveError
+from subquad.training.progress import Bar, Meter, Metrics, draw_curves, loss_range, read_metrics
 
 
 @pytest.mark.draws
@@ -101,6 +103,25 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(m
     ):
         train(make_config(trackers=["tensorboard", "wandb"]))
     assert not (tmp_path / "run").exists()
+
+
+def test_metrics_on_a_full_disk_say_what_to_do_and_keep_what_was_there(tmp_path):
+    metrics, limits = Metrics(tmp_path, Meter(step_tokens=1), 10, 1, []), resource.getrlimit(resource.RLIMIT_FSIZE)
+    metrics.begin(0)
+    metrics.evaluation(1, {"eval_loss": 2.0})
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 9, limits[1]))
+    try:
+        with pytest.raises(
+            SaveError, match=r"line of metrics.jsonl could not be .* large\. Checkpoints are untouched: free"
+        ):
+            metrics.evaluation(2, {"eval_loss": 1.5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "metrics.jsonl").read_text().endswith('\n{"step": ')
+    assert read_metrics(tmp_path) == [{"step": 1, "eval_loss": 2.0}]
+    metrics.begin(1)
+    metrics.evaluation(2, {"eval_loss": 1.5})
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
 
 
 def test_trackers_get_the_metrics_and_the_log_shows_progress(make_config, tmp_path, monkeypatch, caplog, capfd):

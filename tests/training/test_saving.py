@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from subquad.checksums import CHECKSUMS
 from subquad.training import checkpoint, train
-from subquad.training.checksums import CHECKSUMS
 from subquad.training.errors import CheckpointError, SaveError
 from subquad.training.processes import Processes
 from subquad.training.saving import Checkpoints, Standing, load_rng, save_rng
