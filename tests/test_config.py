@@ -159,6 +159,12 @@ def test_wrong_types_are_refused_with_the_full_path(values, message):
         Outer.from_dict(values)
 
 
+@pytest.mark.parametrize(("size", "bits"), [(-(2**63) - 1, 64), (2**64, 65)])
+def test_a_whole_number_that_no_other_program_holds_is_refused(size, bits):
+    with pytest.raises(ValueError, match=rf"^size must lie between -2\^63 and 2\^64 - 1, got .* of {bits} bits$"):
+        Outer.from_dict({"size": size})
+
+
 def test_checks_of_a_class_run_on_reading_and_replacing():
     with pytest.raises(ValueError, match="size must be at least 1, got 0"):
         Checked.from_dict({"size": 0})

@@ -1,6 +1,8 @@
 """The tolerances fail when they should, and the tools of the contract do what they say."""
 
 import sys
+import time
+from itertools import count
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import subquad.testing
 from subquad.attention import build
 from subquad.ops._torch import scan, softmax, tiles
 from subquad.testing import (
+    AttentionContract,
     assert_exact,
     assert_in_budget,
     assert_same_maths,
@@ -100,6 +103,22 @@ def test_the_largest_allocation_is_seen_inside_custom_operations_too():
 def test_masks_have_padding_on_both_sides_and_a_hole():
     mask = mask_with([(1, 4, 1), (0, 3, 3)])
     assert mask.tolist() == [[False, True, True, False, True, False], [True, True, True, False, False, False]]
+
+
+@pytest.mark.parametrize("law", [
+    "test_law_03_any_split_gives_the_same_result", "test_law_09_no_bit_depends_on_the_future",
+])  # fmt: skip
+def test_a_slow_first_call_breaks_no_law(law):
+    """Whatever profile of hypothesis is loaded, and when."""
+
+    class Slow(AttentionContract):
+        name, calls = "linear", count()
+
+        def new(self, num_heads):
+            time.sleep(0.3 if next(self.calls) == 0 else 0)
+            return super().new(num_heads)
+
+    getattr(Slow(), law)()
 
 
 @pytest.mark.parametrize("name", ["full", "linear"])

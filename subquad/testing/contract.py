@@ -39,8 +39,9 @@ try:
 except ImportError as error:
     raise ImportError(f"AttentionContract needs {error.name}: {install('subquad[testing]')}") from error
 
-# All subclasses share one test body, whose inputs don't depend on the subclass that runs it.
-INHERITED = [HealthCheck.differing_executors]
+# All subclasses share one test body, whose inputs don't depend on the subclass that runs it. A profile that a project
+# loads after this module does not reach its tests, and a first call may take as long as it does.
+drawn = partial(settings, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 DOC_IDS = torch.tensor(
     [[3] * 21 + [-1] * 2 + [3] * 4 + [9] + [3] * 22, [-1] * 3 + [7] * 8 + [0] * 33 + [-1] * 6, [5] * 50]
 )
@@ -129,7 +130,7 @@ class AttentionContract:
         for name in expected:
             assert_same_maths(actual[name], expected[name], name)
 
-    @settings(max_examples=10, deadline=None, suppress_health_check=INHERITED)
+    @drawn(max_examples=10)
     @given(cuts=st.lists(st.integers(0, 70), min_size=1, max_size=4))
     def test_law_03_any_split_gives_the_same_result(self, cuts: list[int]) -> None:
         layer = self.judged(3)
@@ -249,7 +250,7 @@ class AttentionContract:
                 whole = layer(torch.cat([first[b], middle[b][mask[b]], last[b]])[None])[0]
                 assert_same_maths(torch.cat([y[b][mask[b]], after[b]]), whole[0, before:], f"row {b}")
 
-    @settings(max_examples=12, deadline=None, suppress_health_check=INHERITED)
+    @drawn(max_examples=12)
     @given(
         tokens=st.integers(1, 300),
         fraction=st.floats(0, 1),

@@ -44,3 +44,8 @@ EXTEND = [
 def test_settings_out_of_range_are_refused(config, values, match):
     with pytest.raises(ValueError, match=match):
         config.from_dict(values)
+
+
+def test_an_extension_trains_at_a_constant_rate_after_twenty_steps():
+    schedule = ExtendConfig(model="m").schedule
+    assert [schedule.factor(step, 1000) for step in (9, 20, 1000)] == [10 / 21, 1.0, 1.0]

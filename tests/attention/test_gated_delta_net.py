@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -68,3 +70,18 @@ def test_the_decays_begin_in_mambas_ranges():
     assert 15 < rates.max() <= 16.001
     assert 0.000999 < steps.min() < 0.002
     assert 0.05 < steps.max() < 0.1001
+
+
+@pytest.mark.parametrize(("dim", "heads", "keys", "values"), [(64, 4, 12, 24), (16, 2, 6, 12), (2, 2, 1, 2)])
+def test_keys_have_three_quarters_of_a_heads_size_and_values_twice_the_keys(dim, heads, keys, values):
+    layer = attention.build("gated_delta_net", dim=dim, num_heads=heads)
+    shapes = [tuple(layer.get_submodule(name).weight.shape) for name in ("query", "key", "value", "gating")]
+    assert shapes == [(keys * heads, dim)] * 2 + [(values * heads, dim)] * 2
+
+
+@torch.no_grad()
+def test_the_gate_is_silu():
+    layer = attention.build("gated_delta_net", dim=4, num_heads=1).double()
+    layer.gating.weight.fill_(math.log(3) / 4)
+    gate = layer.gate(torch.ones(1, 1, 4, dtype=torch.float64))
+    assert_same_maths(gate, torch.full((1, 1, 6), 0.75 * math.log(3), dtype=torch.float64))

@@ -1,4 +1,9 @@
-from subquad.testing import AttentionContract
+import math
+
+import torch
+
+from subquad.attention import build
+from subquad.testing import AttentionContract, assert_same_maths
 
 
 class TestLatte(AttentionContract):
@@ -9,3 +14,18 @@ class TestLatte(AttentionContract):
 class TestLatteBidirectional(AttentionContract):
     name = "latte"
     options = {"num_latents": 10, "causal": False}
+
+
+@torch.no_grad()
+def test_scale_divides_queries_and_keys_by_the_root_of_a_heads_size():
+    """With 2 heads of 4 channels, logits of 4 and 0 become 2 and 0."""
+    layer = build("latte", dim=8, num_heads=2, num_latents=4, scale=True).double()
+    layer.query.weight.zero_()
+    layer.query.weight[::2] = 0.5
+    layer.key.weight.copy_(layer.query.weight)
+    x_BTD = torch.ones(1, 2, 8, dtype=torch.float64)
+    x_BTD[0, 1] = -1.0
+    # p(first latent | second token), and p(second token | first latent); the other latent's logits are all 0.
+    p, s = 1 / (1 + math.exp(2)), 1 / (1 + math.exp(4))
+    expected = torch.tensor(p * s + (1 - p) / 2, dtype=torch.float64)
+    assert_same_maths(layer.weights(x_BTD)[0, :, 1, 1], expected.expand(2))

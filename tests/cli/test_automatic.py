@@ -26,6 +26,7 @@ def test_the_recipe_follows_the_text_and_the_minutes(megabytes, minutes, vocabul
     settings = automatic(round(megabytes * 1e6), minutes)
     found = settings["data"]["vocab_size"], settings["batch"]["length"], settings["model"]["dropout"]
     assert found == (vocabulary, length, dropout)
+    assert (settings["model"]["num_layers"], settings["model"]["init_std"]) == (3, 0.05)
     TrainConfig.from_dict(settings)
 
 

@@ -183,8 +183,9 @@ def test_bytes_that_processes_send_to_share_a_sequence(printed, tmp_path):
         sent = attention.build(name, dim=16, num_heads=2).communication(tokens, 4)
         assert found[name, tokens] == (max(s.forward for s in sent), max(s.backward for s in sent))
         assert " ".join(map(size, found[name, tokens])) in re.sub(r" {2,}", " ", out)
-    assert "Shared by 4 processes" in out
-    assert "not shared" in out
+    shared = out.partition("Shared by 4 processes")[2]
+    assert re.findall(r"^ (llp|full|linformer)\b", shared, re.MULTILINE) == ["llp", "full", "linformer"]
+    assert "not shared" in shared
 
 
 def test_bytes_that_processes_send_for_a_model(printed, tmp_path):

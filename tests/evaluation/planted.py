@@ -84,6 +84,8 @@ Rounding = changed(lambda attention, x: (attention(x) + x.sum(1, keepdim=True)) 
 """Adds and subtracts a sum over all tokens, later ones too: right up to rounding."""
 Narrow = changed(lambda attention, x: attention(x).float().to(x.dtype))
 """Rounds to float32 on its way."""
+Halved = changed(lambda attention, x: attention(x) * torch.tensor(0.5, dtype=torch.float32))
+"""Right: one number of float32 rounds nothing."""
 LargeBatch = changed(
     lambda attention, x: attention(x).where((torch.arange(len(x)) != 2)[:, None, None] | (len(x) < 4), torch.nan)
 )
@@ -176,6 +178,31 @@ class PaddedNormaliser(Linear):
 
     def normaliser(self, k_BTK: Tensor, real_BT1: Tensor) -> Tensor:
         return k_BTK
+
+
+class PaddedByZero(Linear):
+    """Ignores the mask where padding is not token 0."""
+
+    def forward(self, tokens_BT: Tensor, mask: Tensor | None = None, sums: tuple | None = None) -> tuple:
+        return super().forward(tokens_BT, None if mask is None else mask | (tokens_BT != 0), sums)
+
+
+class PaddedToNan(Linear):
+    """NaN in rows with padding, at real tokens as well as at padding."""
+
+    def forward(self, tokens_BT: Tensor, mask: Tensor | None = None, sums: tuple | None = None) -> tuple:
+        logits_BTV, sums = super().forward(tokens_BT, mask, sums)
+        return logits_BTV if mask is None else logits_BTV.masked_fill(self.lost(mask)[..., None], torch.nan), sums
+
+    def lost(self, mask_BT: Tensor) -> Tensor:
+        return ~mask_BT.all(1, keepdim=True).expand_as(mask_BT)
+
+
+class NanAtPadding(PaddedToNan):
+    """NaN at padding alone, where it concerns nobody."""
+
+    def lost(self, mask_BT: Tensor) -> Tensor:
+        return ~mask_BT
 
 
 class LastState(Linear):

@@ -15,7 +15,7 @@ from subquad.evaluation.audit import Adapter, AuditConfig, AuditReport, audit, r
 from subquad.evaluation.audit.adapters import adapter_for
 from subquad.evaluation.audit.case import Case
 from subquad.evaluation.audit.checks import Audited
-from subquad.evaluation.audit.probe import Tokens, make_probe
+from subquad.evaluation.audit.probe import MARGIN, Tokens, make_probe
 from subquad.evaluation.audit.report import CHECKS, Check
 from subquad.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from subquad.testing import assert_exact, assert_same_maths
@@ -56,6 +56,9 @@ CASES = {
     "GlobalMaxPerformer": ({"causality"}, set(), BLIND | {"truncation"}),
     "LateLeak": ({"causality"}, set(), BLIND | {"truncation"}),
     "PaddedNormaliser": ({"padding left"}, set(), {"padding left, then cache"}),
+    "PaddedByZero": ({"padding left"}, set(), {"padding left, then cache"}),
+    "PaddedToNan": ({"padding left", "padding right"}, set(), {"padding left, then cache"}),
+    "NanAtPadding": (set(), set(), set()),
     "LastState": ({"cache, several tokens"}, set(), set()),
     "Float64Only": ({"causality"}, set(), BLIND | {"truncation"}),
     "LengthInPositions": ({"truncation"}, set(), BLIND),
@@ -234,10 +237,11 @@ def test_a_model_that_runs_in_float32_alone_is_audited_in_it():
         audit(Float32Only(), dtype="float64", **QUICK)
 
 
-def test_the_band_follows_the_narrowest_arithmetic():
-    wide, narrow = audited("Planted")[1].arithmetic, audited("Narrow")[1].arithmetic
+def test_the_band_follows_the_narrowest_arithmetic_but_no_single_number():
+    wide, halved, narrow = (audited(name)[1].arithmetic for name in ("Planted", "Halved", "Narrow"))
     assert (narrow["weights"], narrow["narrowest"]) == ("float64", "float32")
     assert narrow["band"] > 1e6 * wide["band"]
+    assert halved["narrowest"] == "float64"
 
 
 # --- the model is left alone
@@ -496,14 +500,23 @@ def test_settings_are_checked(settings, message):
         audit(planted.Planted(), **settings)
 
 
-def test_a_module_without_parameters_can_be_audited():
-    class Counts(nn.Module):
-        def forward(self, tokens_BT):
-            return nn.functional.one_hot(tokens_BT, 7).double().cumsum(1)
+class Counts(nn.Module):
+    """Counts each token so far."""
 
+    def forward(self, tokens_BT):
+        return nn.functional.one_hot(tokens_BT, 7).double().cumsum(1)
+
+
+def test_a_module_without_parameters_can_be_audited():
     report = audit(Counts(), vocab_size=7, **QUICK)
     assert report.passed
     assert report.check("causality").verdict == "pass"
+
+
+def test_the_band_is_at_least_some_roundings_of_the_largest_logit():
+    model = Counts()  # no weight moves its logits
+    probe, _ = make_probe(model, adapter_for(model), "float64", [4])
+    assert probe.band([(2, 5, 2, 2)], torch.float32, 0) == (MARGIN * 2**-23 * 3, 3.0)
 
 
 class Cancelling(nn.Module):

@@ -1,7 +1,10 @@
 """How a classifier is measured, and the baseline that sees which tokens a sequence has but not their order."""
 
+import math
+
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from subquad.data.toy import MarkedVotes
@@ -86,11 +89,26 @@ def test_the_features_are_frequencies_and_the_length():
 
 
 def test_a_pair_has_both_their_differences_and_products():
-    features, _ = bags([item([0, 0, 1], 1, pair=[1, 1, 1])], [0], 2)
-    third = torch.tensor(3.0, dtype=torch.float64)
-    one = torch.stack([2 / third, 1 / third, third.log()])
-    other = torch.stack([0 / third, 1 + 0 / third, third.log()])
-    assert_same_maths(features[0], torch.cat([one, other, (one - other).abs(), one * other]))
+    features, _ = bags([item([0, 0, 1], 1, pair=[1, 1, 9])], [0], 10)  # of three tokens and of two
+    one, other = torch.tensor([[2 / 3, 1 / 3, math.log(3)], [0, 1, math.log(2)]], dtype=torch.float64)
+    expected = torch.stack([one, other, (one - other).abs(), one * other])
+    assert_same_maths(features.view(4, 11)[:, [0, 1, 10]], expected)
+
+
+def test_each_sequence_of_a_pair_has_its_own_mask():
+    class Longer(nn.Linear):
+        def forward(self, tokens_BT, mask_BT, other_BT, other_mask_BT):
+            return torch.stack([mask_BT.sum(1), other_mask_BT.sum(1)], 1).float()
+
+    items = [item([0, 9, 9], 1, pair=[0, 1, 9]), item([0, 0, 0], 0, pair=[1, 1, 9])]
+    assert evaluate_classifier(Longer(1, 1), items, 2, ("the first", "the second")).accuracy == 1
+
+
+def test_a_class_of_one_example_is_fitted():
+    """A share of each class chooses the penalty, but not a class's only example."""
+    items = [item([0, 0, 0], 0), item([1, 1, 1], 1)]
+    baseline = fit_bag_of_tokens(items, 2, vocab_size=2, classes=2)
+    assert (baseline.penalty, baseline.accuracy(items, 2)) == (PENALTIES[0], 1)
 
 
 def test_the_fit_is_where_the_gradient_is_zero():

@@ -7,8 +7,9 @@ import torch
 
 from subquad.attention import build
 from subquad.generation import generate
-from subquad.generation.recorded import joined
+from subquad.generation.recorded import joined, record
 from subquad.generation.slots import FixedSlots
+from subquad.state import State
 from subquad.testing import assert_exact, assert_same_maths
 from tests.generation.models import MECHANISMS, every, make, numbers
 
@@ -48,6 +49,21 @@ def test_a_step_is_recorded_once_and_changed_weights_count():
         assert_exact(after, expected_BV)
         assert not torch.equal(after, before)
         assert len(fixed._steps) == 1
+
+
+def test_equal_operations_become_one_unless_they_change_a_tensor_or_have_other_keywords():
+    def step(tokens_B1, active_B, state):
+        seen_B = state.tensor("seen")
+        once_B, again_B = seen_B + 1, seen_B + 2
+        twice_B, thrice_B = torch.add(seen_B, seen_B, alpha=2), torch.add(seen_B, seen_B, alpha=3)
+        again_B[:1].add_(10)
+        again_B[:1].add_(10)
+        return torch.stack([once_B, again_B, twice_B, thrice_B], 1), State({"seen": once_B}, "")
+
+    tokens_B1, active_B = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
+    state = State({"seen": torch.tensor([3, 5])}, "")
+    graph = record(step, tokens_B1, active_B, state)
+    assert graph(tokens_B1, active_B, state.tensor("seen"))[0].tolist() == [[4, 25, 9, 12], [6, 7, 15, 20]]
 
 
 @every(("latte", "full", "sinks"), ("latte", "llp", "full", "sinks"))

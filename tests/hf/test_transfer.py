@@ -361,6 +361,11 @@ def test_zeros_in_yarn_are_its_defaults():
     assert read[0] == read[1]
 
 
+def test_yarn_without_a_factor_has_that_of_the_positions():
+    values = ROPES["yarn"] | {"factor": None}  # 64 positions for the 16 trained on
+    assert rope.read(transformers.LlamaConfig(**SMALL, **rotated(**values)))["rope_scaling"]["factor"] == 4
+
+
 def test_tensors_that_are_not_all_used_or_misshapen_are_refused():
     more, fewer, other = theirs("llama"), theirs("llama"), theirs("llama")
     ours = from_transformers(theirs("llama"))

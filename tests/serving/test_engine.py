@@ -84,6 +84,25 @@ async def test_a_refused_prompt_leaves_nothing_of_its_request():
         assert decoder.cancelled == 1
 
 
+async def test_a_submission_that_is_cancelled_while_it_waits_leaves_nothing():
+    added, go_on = threading.Event(), threading.Event()
+
+    def hold(prompt):
+        added.set()
+        go_on.wait(10)
+
+    decoder = ScriptedDecoder(on_add=hold, on_step=slow)
+    async with running(decoder) as engine:
+        asked = asyncio.create_task(engine.submit([LONG]))
+        await asyncio.to_thread(added.wait, 10)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert engine.sequences == 0
+        go_on.set()
+        await asyncio.to_thread(until, lambda: decoder.cancelled == 1)
+
+
 async def test_time_ends_a_sequence_that_runs_and_one_that_waits():
     async with running(ScriptedDecoder(slots=1, on_step=slow), max_seconds=0.1) as engine:
         found = await events_of(await engine.submit([LONG, LONG]), 2)

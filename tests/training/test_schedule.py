@@ -13,6 +13,8 @@ from subquad.training.schedule import ScheduleConfig
     ({"kind": "constant", "warmup": 4}, 100, {0: 0.2, 1: 0.4, 2: 0.6, 3: 0.8, 4: 1.0, 5: 1.0}),
     ({"kind": "cosine", "warmup": 10, "min_ratio": 0.1}, 110, {10: 1.0, 60: 0.55, 110: 0.1}),
     ({"kind": "wsd", "warmup": 10, "min_ratio": 0.0, "decay_fraction": 0.2}, 100, {80: 1.0, 90: 0.5, 100: 0.0}),
+    # A decay as long as the run begins where the warm-up ends.
+    ({"kind": "wsd", "warmup": 50, "min_ratio": 0.0, "decay_fraction": 1.0}, 100, {50: 1.0, 75: 0.5, 100: 0.0}),
     ({"kind": "inverse_sqrt", "warmup": 10, "hold": 100, "min_ratio": 0.2}, 9_999, {99: 1.0, 400: 0.5, 9_000: 0.2}),
     ({"kind": "inverse_sqrt", "warmup": 16, "min_ratio": 0.0}, 100, {64: 0.5}),
     ({}, 1000, {0: 1 / 51, 24: 25 / 51, 50: 1.0, 525: 0.55, 1000: 0.1}),  # a warm-up of 50 steps

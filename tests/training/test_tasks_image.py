@@ -114,7 +114,8 @@ def test_complete_draws_the_occluded_part(trained, tmp_path, capsys):
     assert (occluded[:28] == original[:28]).all()
     assert (occluded[28:] == (70, 90, 170)).all()
     out = capsys.readouterr().out
-    for part in ("of the occluded pixels", "of the originals", "of the completions", "completions/s"):
+    assert f"  {found['occluded_bits_per_dim']:.4f} of the occluded pixels" in out
+    for part in ("of the originals", "of the completions", "completions/s"):
         assert part in out
     assert "have no part" not in out
 

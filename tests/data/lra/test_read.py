@@ -10,7 +10,7 @@ from PIL import Image
 from subquad.data.config import LabelledConfig
 from subquad.data.labelled import labelled_corpus
 from subquad.data.lra.read_images import grey
-from subquad.data.lra.store import choose
+from subquad.data.lra.store import choose, pieces
 from tests.data.lra.layouts import DATASETS, HOME, expressions, papers, pathfinder, pictures, put, release, reviews
 
 PARTS = ("train", "held_out", "test")
@@ -219,3 +219,10 @@ def test_a_dataset_of_the_hub(read, monkeypatch):
         given |= {} if wrong is None else {"test": wrong}
         with pytest.raises(ValueError, match=message):
             read("text", "hf:imdb")
+
+
+def test_pieces_end_with_the_sequence_that_fills_them(monkeypatch):
+    monkeypatch.setattr("subquad.data.lra.store.PIECE", 5)
+    found = pieces((np.full(size, label), label) for label, size in ((7, 3), (8, 2), (9, 4)))
+    expected = [([7, 7, 7, 8, 8], [3, 2], [7, 8]), ([9, 9, 9, 9], [4], [9])]
+    assert [tuple(part.tolist() for part in piece) for piece in found] == expected
