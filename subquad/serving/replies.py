@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -123,6 +124,8 @@ class Reply:
         """Yield the texts of all choices as they arrive, until each has ended."""
         left = set(range(len(self._choices)))
         while left:
+            if not self._job.events.empty():
+                await asyncio.sleep(0)  # a lost client is noticed between the pieces that wait, not after them
             event = await self._job.events.get()
             if event.index not in left:
                 continue  # decoded before the engine cancelled the sequence at a stop string

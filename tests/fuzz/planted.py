@@ -37,10 +37,8 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false", "TRITON_INTERPRET": "1",
 }  # fmt: skip
 """As of tests/conftest.py, which libraries read when they are loaded; with CI, hypothesis draws the same each time."""
-MEMORY = 12 << 30
-"""Bytes of address space of a process."""
-PATIENCE = 4
-"""Seconds for a second of processor time."""
+MEMORY = 12 << 30  # bytes of address space of a process
+PATIENCE = 4  # seconds for a second of processor time
 PASSES = (0, 5)  # all tests pass, or none of them is quick
 LEFT_OUT = "_triton"  # whose tests take too long: kernels run in Triton's interpreter
 COMPARISONS = {

@@ -361,6 +361,12 @@ def test_zeros_in_yarn_are_its_defaults():
     assert read[0] == read[1]
 
 
+def test_more_end_tokens_of_generation_than_the_configurations_are_kept():
+    model = theirs("llama")
+    model.generation_config.eos_token_id = [2, 5]
+    assert from_transformers(model).generation_config.eos_token_id == [2, 5]
+
+
 def test_yarn_without_a_factor_has_that_of_the_positions():
     values = ROPES["yarn"] | {"factor": None}  # 64 positions for the 16 trained on
     assert rope.read(transformers.LlamaConfig(**SMALL, **rotated(**values)))["rope_scaling"]["factor"] == 4
