@@ -90,7 +90,6 @@ def test_the_page_of_the_data_is_that_of_the_list():
             assert f"| `{file.name}` | {file.bytes:,} | `{file.sha256}` |" in page
 
 
-@pytest.mark.slow
 def test_the_real_files_are_the_listed_ones(data_folder, data, monkeypatch):
     monkeypatch.setenv("SUBQUAD_DATA", str(data_folder))
     assert compared([f"@{name}" for name in DATA], {}) == [f"{name}: the files of docs/data.md" for name in DATA]
