@@ -57,7 +57,7 @@ examples:
 
 `subquad COMMAND --help` lists the options of a command.
 `subquad COMMAND --debug ...` shows the traceback of an error.
-`subquad COMMAND --trust-changed ...` reads a model whose files were changed since it was saved.
+`subquad COMMAND --trust-changed ...` reads a model that was edited on purpose.
 `subquad --version` prints the version.
 """
 

@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import json
 import logging
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -147,7 +148,7 @@ class Count:
             await self._app(scope, receive, send)
             return
         status: int | None = None
-        failed = stuck = False
+        stuck = False
 
         async def counted(message: Message) -> None:
             nonlocal status, stuck
@@ -164,22 +165,21 @@ class Count:
             await self._app(scope, receive, counted)
         except TimeoutError:
             if not stuck:
-                failed = True
+                status = status or 500
                 raise
             status = GONE
             logger.warning("a client accepted no data for %g s; its connection is closed", self._seconds)
         except BaseException:
-            failed = True
+            status = status or 500
             raise
         finally:
-            if status is None:  # no answer was begun: an error of ours, or the client left in the middle of its body
-                status = 500 if failed else GONE
             # Unknown paths and methods share one label: with labels of their own, clients could fill the memory.
             route = scope["path"] if scope["path"] in self._routes else "other"
             if scope["path"].startswith("/v1/models/"):
                 route = "/v1/models/{model}"
             method = scope["method"] if scope["method"] in _METHODS else "other"
-            self._metrics.count_request(route, method, status)
+            # Without an answer and without an error, the client left in the middle of its body.
+            self._metrics.count_request(route, method, status or GONE)
 
 
 KEPT = ("/metrics", "/tokenize", "/detokenize")
@@ -229,16 +229,17 @@ class Body:
         if scope["type"] != "http" or scope["method"] not in ("PATCH", "POST", "PUT"):
             await self._app(scope, receive, send)
             return
-        body = bytearray()
+        sizes: list[int] = []
         try:
-            await self._pass(scope, receive, send, body)
+            await self._pass(scope, receive, send, sizes)
         finally:
-            self._held -= len(body)
+            self._held -= sum(sizes)
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send, into: bytearray) -> None:
+    async def _pass(self, scope: Scope, receive: Receive, send: Send, sizes: list[int]) -> None:
+        """Pass a request on or refuse it; `sizes` gets the bytes of each part of the body that is held."""
         try:
             async with asyncio.timeout(self._seconds):
-                body = await self._read(scope, receive, into)
+                body = await self._read(scope, receive, sizes)
         except TimeoutError:
             await APIError(408, f"the body took more than {self._seconds:g} s").response()(scope, receive, send)
             return
@@ -251,17 +252,19 @@ class Body:
             await APIError(400, wrong).response()(scope, receive, send)
             return
         first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        del body  # while it is parsed there is one copy of it
 
         async def replay() -> Message:
             return first.pop() if first else await receive()
 
         await self._app(scope, replay, send)
 
-    async def _read(self, scope: Scope, receive: Receive, body: bytearray) -> bytes | None:
+    async def _read(self, scope: Scope, receive: Receive, sizes: list[int]) -> bytes | None:
         too_large = APIError(413, f"a request may have {self._most} bytes, but this one has more")
         said = Headers(scope=scope).get("content-length", "")
         if said.isdecimal() and int(said) > self._most:
             raise too_large
+        body = bytearray()
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -271,6 +274,7 @@ class Body:
                 text = f"the server holds {self._held} bytes of requests and takes no more; try again later"
                 raise APIError(429, text, headers={"Retry-After": "1"})
             body += part
+            sizes.append(len(part))
             self._held += len(part)
             if len(body) > self._most:
                 raise too_large
@@ -286,7 +290,7 @@ def _not_unicode(body: bytes) -> str | None:
         return "the body must be UTF-8"
     if b"\0" in body[:4]:  # Python's json would read it as UTF-16 or UTF-32, and accept half surrogate pairs
         return "the body must be UTF-8"
-    if b"\\ud" not in body.lower():
+    if re.search(rb"\\u[dD]", body) is None:
         return None
     try:
         json.dumps(json.loads(body), ensure_ascii=False).encode()
