@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import math
@@ -107,6 +108,12 @@ def known_elsewhere(word: str, choices: Iterable[str]) -> str:
     return f"did you mean {ours!r}? " if ours in choices else ""
 
 
+@functools.cache
+def type_hints(cls: type[Any]) -> Mapping[str, Any]:
+    """Return the types of a dataclass's fields; each evaluation of their annotations takes most of a millisecond."""
+    return typing.get_type_hints(cls)
+
+
 def later(default: Any) -> Any:
     """Declare a field added after digests were stored: digests leave it out while it has its default."""
     return dataclasses.field(default=default, metadata={_LATER: True})
@@ -137,7 +144,7 @@ class Config:
         """
         if not isinstance(values, Mapping):
             raise TypeError(f"{where or cls.__name__} must be a mapping, got {values!r}")
-        hints = typing.get_type_hints(cls)
+        hints = type_hints(cls)
         fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
         cls._check_keys(values, ValueError, where)
         for name, field in fields.items():

@@ -8,7 +8,9 @@ import inspect
 import textwrap
 from functools import cache
 from itertools import pairwise
-from typing import Any, get_type_hints
+from typing import Any
+
+from subquad.config import type_hints
 
 WIDTH = 100
 """Columns of a docstring's options."""
@@ -19,7 +21,7 @@ def options(config: type[Any]) -> list[tuple[str, str, str, str]]:
 
     A meaning is empty where the source cannot be read.
     """
-    hints, meanings, found = get_type_hints(config), dict[str, str](), []
+    hints, meanings, found = type_hints(config), dict[str, str](), []
     for cls in reversed(config.__mro__):
         meanings |= _meanings(cls)
     for field in dataclasses.fields(config):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args, get_type_hints
+from typing import Literal, get_args
 
-from subquad.config import Config, suggest
+from subquad.config import Config, suggest, type_hints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class RopeScaling(Config):
     """llama3: number of turns within L above which a frequency is unchanged."""
 
     def __post_init__(self) -> None:
-        choices = get_args(get_type_hints(type(self))["kind"])
+        choices = get_args(type_hints(type(self))["kind"])
         if self.kind not in choices:
             raise ValueError(f"unknown rope scaling {self.kind!r}; {suggest(str(self.kind), choices)}")
         self.check_least("rope_scaling", factor=1)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, Self, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from subquad.attention.base import Attention
-from subquad.config import Config, check_positive, later, suggest
+from subquad.config import Config, check_positive, later, suggest, type_hints
 from subquad.layers.scaling import RopeScaling
 
 
@@ -187,7 +187,7 @@ class DecoderConfig(Config):
 
 def check_choices(config: Config, *names: str) -> None:
     """Raise `ValueError` for a field that is not one of the choices in its type."""
-    hints = get_type_hints(type(config))
+    hints = type_hints(type(config))
     for name in names:
         value, choices = getattr(config, name), get_args(hints[name])
         if value not in choices:

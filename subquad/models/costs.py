@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args
 
 import torch
 
 from subquad.attention import Attention, Cost, build, mechanism, names
-from subquad.config import suggest
+from subquad.config import suggest, type_hints
 from subquad.models import Decoder, DecoderConfig
 from subquad.models.build import build_model
 from subquad.models.classifier import Classifier
@@ -96,7 +96,7 @@ def _halves(known: Mapping[str, Any], tokens: int, chosen: Mapping[str, Any]) ->
 
 def _histories(name: str, options: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return an option for each kind of history that the stack has, or no option if one is already chosen."""
-    hints = get_type_hints(STACKS[name].options)
+    hints = type_hints(STACKS[name].options)
     if "history" in options or "history" not in hints:
         return [{}]
     return [{"history": history} for history in get_args(hints["history"])]

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -233,15 +232,14 @@ def _without_data(module: nn.Module, *, training: bool) -> Iterator[_Caller]:
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
-            torch.device("cpu"),
+            torch.device("meta"),
             use_backend("torch"),
         ):
             stack.enter_context(setting)
         try:
             module.train(training)
             torch.set_default_dtype(torch.float32)
-            with FakeTensorMode():
-                yield _Caller(module)
+            yield _Caller(module)
         finally:
             torch.set_default_dtype(dtype)
             for part, mode in modes:
@@ -249,4 +247,5 @@ def _without_data(module: nn.Module, *, training: bool) -> Iterator[_Caller]:
 
 
 def _shape_of(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")

@@ -59,7 +59,7 @@ def attend(
         pattern = Ranks(*pattern.columns)
     if k_BHSK.shape[2] == 0:
         return nothing(q_BHTK, v_BHSV)
-    if q_BHTK.device.type == "cpu" and dropout_p == 0:
+    if q_BHTK.device.type in ("cpu", "meta") and dropout_p == 0:  # costs, counted on meta, are those of a CPU
         return _on_cpu(q_BHTK, k_BHSK, v_BHSV, pattern, slots, scale)
     return gathered(q_BHTK, k_BHSK, v_BHSV, pattern, slots, scale, dropout_p)
 
