@@ -39,6 +39,11 @@ settings.register_profile("local", deadline=None, phases=set(Phase) - {Phase.exp
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
+# pytest attaches its handlers, three times a test, to every logger that does not propagate: torch has 76 of them.
+for name, logger in logging.root.manager.loggerDict.items():
+    if name.startswith("torch") and isinstance(logger, logging.Logger):
+        logger.propagate = True
+
 ROOT = Path(__file__).resolve().parents[1]
 # What is imported and collected stays, so that collections of garbage meanwhile would find nothing.
 gc.disable()
