@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -323,3 +324,36 @@ def test_the_law_fails(planted, options, law, tmp_path):
     (method,) = [name for name in dir(Planted) if name.startswith(f"test_{law}")]
     with pytest.raises(FAILURES.get(law, AssertionError)):
         getattr(Planted(), method)(*[tmp_path] * (law == "law_13"))
+
+
+LAWS = [name for name in dir(AttentionContract) if name.startswith("test_law_") and not name.endswith("inductor")]
+
+
+@pytest.mark.parametrize("method", LAWS)
+def test_a_mechanism_is_not_judged_by_a_law_that_it_is_exempt_from(method, tmp_path):
+    law = int(re.match(r"test_law_(\d+)", method)[1])
+
+    class Exempt(Full):
+        def exemptions(self):
+            return {law: "declared"}
+
+    class Judged(AttentionContract):
+        def new(self, num_heads):
+            return Exempt(Exempt.Config(dim=self.dim, num_heads=num_heads))
+
+    with pytest.raises(pytest.skip.Exception, match=f"law {law}: declared"):
+        getattr(Judged(), method)(*[tmp_path] * (law == 13))
+
+
+def test_a_state_that_is_read_a_bit_off_fails_the_law_of_saving(tmp_path, monkeypatch):
+    class Judged(AttentionContract):
+        name = "latte"
+
+    load = State.load
+    monkeypatch.setattr(State, "load", lambda *args, **kwargs: load(*args, **kwargs).map(next_number))
+    with pytest.raises(AssertionError, match="lse"):
+        Judged().test_law_13_weights_and_state_survive_saving(tmp_path)
+
+
+def next_number(x: Tensor) -> Tensor:
+    return x.nextafter(x + 1)

@@ -34,7 +34,7 @@ from subquad.models.build import build_model
 from subquad.models.stacks import STACKS
 from subquad.parsing import read_json, read_text
 
-TINY = {"vocab_size": 64, "dim": 32, "num_layers": 2, "num_heads": 2}
+TINY: dict[str, Any] = {"vocab_size": 64, "dim": 32, "num_layers": 2, "num_heads": 2}
 """Size of the models of --attention."""
 HEADERS = ("check", "verdict", "worst", "what was seen")
 STYLES = {"violation": "bold red", "finding": "yellow", "not checked": "dim", "pass": "green"}
@@ -124,10 +124,7 @@ def _fresh(names: Sequence[str], options: dict[str, dict[str, Any]], seed: int) 
     """Yield a small model of each mechanism, with weights drawn from `seed`."""
     for name in names:
         torch.manual_seed(seed)
-        rotates = name in STACKS or mechanism(name).rotates
-        position = "rope" if rotates else "sinusoidal"
-        shape: dict[str, Any] = {**TINY, "attention": name, "position": position, "options": options}
-        yield name, build_model(DecoderConfig(**shape))
+        yield name, build_model(DecoderConfig(**TINY, attention=name, options=options))
 
 
 def _text(folder: str, file: str) -> list[int]:

@@ -51,7 +51,7 @@ def read_llama2c_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS_TEXT} $A", pair=f"{BOS_TEXT} $A {BOS_TEXT} $B", special_tokens=[(BOS_TEXT, BOS)]
     )
-    tokenizer.add_special_tokens([AddedToken(BOS_TEXT, normalized=False, special=True)])
+    tokenizer.add_special_tokens([AddedToken(BOS_TEXT, normalized=False)])
     return tokenizer
 
 

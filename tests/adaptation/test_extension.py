@@ -98,6 +98,7 @@ def test_one_command_leaves_an_adapter_a_report_and_a_picture(home):
     assert ExtendConfig.from_file(folder / "config.yaml").run.threads == 1
     control = ExtendConfig.from_file(folder / "control" / "config.yaml")
     assert (control.length, control.batch.size, control.run.steps, control.attention) == (OWN, 4, 4, "full")
+    assert not control.control
     assert AutoConfig.from_pretrained(folder).rope_parameters["factor"] == LENGTH / OWN
     assert not any(hasattr(AutoConfig.from_pretrained(place), "subquad") for place in (folder, folder / "control"))
 
@@ -170,7 +171,8 @@ def test_an_interrupted_run_ends_as_one_that_was_not(home, monkeypatch, capsys):
     with monkeypatch.context() as patched:
         patched.setattr(Processes, "any_of", stop_after_three)
         assert extend.run(command(home, "cut", "--run.threads", "1")) == 130
-    said = capsys.readouterr().err
+    out, said = capsys.readouterr()
+    assert out == ""  # progress is no result
     assert "stopped the extension after step 3 of 4" in said
     assert f"subquad extend --config {home / 'cut' / 'config.yaml'}" in said
     assert not (home / "cut" / "adapter_model.safetensors").is_file()
@@ -260,5 +262,7 @@ def test_too_little_text_and_too_many_tokens_are_refused_before_training(home):
 def test_a_step_without_memory_is_explained_by_the_settings_of_an_extension(home, monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "forward", raising(torch.OutOfMemoryError("out of memory")))
     config = ExtendConfig.from_file(home / "run" / "config.yaml")
-    with pytest.raises(StepMemoryError, match=r"out of memory in a step of batch\.size=1 windows of 64 tokens"):
+    with pytest.raises(
+        StepMemoryError, match=r"out of memory in a step of batch\.size=1 windows of 64 tokens \(out of memory\)"
+    ):
         extend_model(config.replace(run=config.run.replace(folder=str(home / "memory"))))

@@ -17,6 +17,14 @@ class TestLatteBidirectional(AttentionContract):
 
 
 @torch.no_grad()
+def test_one_latent_is_one_running_softmax():
+    layer, x_BTD = build("latte", dim=4, num_heads=1, num_latents=1).double(), torch.randn(1, 5, 4, dtype=torch.float64)
+    future_TS = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    expected_BTS = layer.key(x_BTD).mT.masked_fill(future_TS, -torch.inf).softmax(-1)
+    assert_same_maths(layer.weights(x_BTD)[:, 0], expected_BTS)
+
+
+@torch.no_grad()
 def test_scale_divides_queries_and_keys_by_the_root_of_a_heads_size():
     """With 2 heads of 4 channels, logits of 4 and 0 become 2 and 0."""
     layer = build("latte", dim=8, num_heads=2, num_latents=4, scale=True).double()

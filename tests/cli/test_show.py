@@ -269,6 +269,7 @@ def test_each_mechanism_has_a_named_row_of_costs_coloured_if_it_grows():
     for axis, last in ((left, full.mixing_flops / 256), (right, full.state_bytes)):
         rows = {name: [line for line in axis.lines if line.get_ydata()[0] == i] for i, name in enumerate(names)}
         assert rows["full"][0].get_xdata()[-1] == last
+        assert [line.get_marker() for line in rows["full"]] == ["|", "o", "o"]  # every length, the first, the last
         assert {line.get_color() for line in rows["full"]} == {drawing.COLOURS[4]}
         assert {line.get_color() for line in rows["latte"]} == {drawing.COLOURS[5]}
     assert [text.get_text() for text in right.texts] == ["none"]  # a bidirectional form keeps no state

@@ -46,6 +46,12 @@ def test_text_alone_is_wrapped(capsys, monkeypatch):
     assert sum(line.count("word") for line in lines) == 20
 
 
+def test_the_parts_of_a_conversions_gap_add_up_to_it():
+    parts = [{"start": 0, "stop": 8, "tokens": 3, "gap": 0.2}, {"start": 8, "stop": 16, "tokens": 1, "gap": 1.4}]
+    _, _, lines = convert._positions({"stages": [], "gap": {"loss": 0.5, "by_position": parts}})
+    assert [line[-1] for line in lines] == ["+0.1500", "+0.3500", "+0.5000"]
+
+
 LAYERS = " ".join(["0.123"] * 12)
 FOLDER = "runs/stories-of-llp/adapter"
 

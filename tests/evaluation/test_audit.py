@@ -451,7 +451,7 @@ class OneRow(planted.Planted):
         return super().forward(tokens_BT)
 
 
-ENCODER = {"vocab_size": 16, "dim": 8, "num_layers": 1, "num_heads": 2, "attention": "full"}
+OURS = {"vocab_size": 16, "dim": 8, "num_layers": 1, "num_heads": 2, "attention": "full"}
 T5 = {"vocab_size": 19, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
 BERT = {"vocab_size": 19, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
 UNFIT = {
@@ -464,7 +464,10 @@ UNFIT = {
     ),
     "refuses a batch of 4 sequences of 24 tokens: RuntimeError: one at a time": OneRow,
     "can't be copied: one of a kind": NoCopy,
-    "Encoder is not a causal language model: it reads whole sequences": lambda: Encoder(EncoderConfig(**ENCODER)),
+    "Encoder is not a causal language model: it reads whole sequences": lambda: Encoder(EncoderConfig(**OURS)),
+    "must have at least 2 positions to be audited, got 1": lambda: Decoder(
+        DecoderConfig(**OURS, position="learned", max_positions=1)
+    ),
     "T5ForConditionalGeneration is an encoder-decoder": lambda: T5ForConditionalGeneration(T5Config(**T5)),
     "BertForMaskedLM is not a causal language model": lambda: BertForMaskedLM(BertConfig(**BERT)),
 }

@@ -1,5 +1,7 @@
 """One sequence, token by token; that its tokens are right is law 13 (test_law_13.py)."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 
@@ -15,6 +17,14 @@ def test_a_stop_token_is_returned_and_ends_the_sequence():
     model = make("llp")
     free = list(generate(model, PROMPT, **GREEDY))
     assert list(generate(model, PROMPT, **GREEDY, stop_tokens=[free[4]])) == free[: free.index(free[4]) + 1]
+
+
+def test_every_option_arrives(monkeypatch):
+    monkeypatch.setitem(generate.__globals__, "SamplingConfig", dict)
+    monkeypatch.setitem(generate.__globals__, "Generation", lambda *arguments, **others: (*arguments, others))
+    options = {field.name: object() for field in fields(SamplingConfig)}
+    others = {"state": object(), "stop_tokens": object()}
+    assert generate("model", "prompt", **options, **others) == ("model", "prompt", options, others)
 
 
 def test_mode_and_gradients_are_left_alone():

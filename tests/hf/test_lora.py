@@ -62,7 +62,7 @@ def test_targets_are_named_by_their_ends_or_by_expressions():
     assert not [name for name in lora.targets(read) if "compress" in name]
     assert not [name for name in lora.targets(image_model(near=0)) if "head" in name or "embedding" in name]
     assert_refused(
-        (lambda: lora.targets(model, ["qeury"]), ValueError, "no linear layer is called 'qeury'; did you mean|valid: "),
+        (lambda: lora.targets(model, ["attention.qeury"]), ValueError, "'; did you mean 'attention.query'"),
         (lambda: lora.targets(model, ["(query"]), ValueError, "neither a layer's name nor a regular expression"),
         # Merged factors of a tied head would change the embeddings.
         (lambda: lora.targets(language_model(), ["lm_head"]), ValueError, "lm_head is tied to the embeddings"),

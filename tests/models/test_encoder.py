@@ -127,6 +127,7 @@ def test_the_cost_is_what_torch_counts(name, pooling, towers):
     assert forward.get_total_flops() == cost.mixing_flops + cost.projection_flops
     assert cost.parameters == sum(p.numel() for p in model.parameters()) == model.num_parameters()
     assert (cost.tokens, cost.state_bytes) == (small.TOKENS, 0)
+    assert cost.score_entries == towers * model.encoder.cost(small.TOKENS).score_entries
     assert cost.activation_bytes > 0
     if name == "full":
         assert backward.get_total_flops() == cost.backward_flops

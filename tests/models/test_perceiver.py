@@ -178,7 +178,7 @@ def test_the_cost_is_what_torch_counts_and_linear_in_the_inputs(name, options, i
     assert counter.get_total_flops() == cost.mixing_flops + cost.projection_flops
     assert cost.parameters == sum(p.numel() for p in model.parameters())
     entries = repeats * 2 * 2 * 5 * 5 + (repeats if options else 1) * 5 * inputs + (5 if name == "perceiver_io" else 0)
-    assert cost.score_entries == cost.unmasked_entries == entries
+    assert cost.score_entries == cost.unmasked_entries == model.encoder.cost(inputs).score_entries == entries
     assert cost.activation_bytes > cost.state_bytes == 0
     # The features of positions need no gradient, which saves a part of the first products.
     assert backward.get_total_flops() <= cost.backward_flops

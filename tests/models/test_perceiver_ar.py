@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.layers.positions import rotate
 from subquad.models import DecoderConfig, PerceiverAR
+from subquad.models.perceiver_window import History, thin
 from subquad.models.stacks import PerceiverAROptions
 from subquad.ops import flops
 from subquad.testing import assert_exact, assert_same_maths
@@ -160,6 +161,12 @@ def test_training_gives_every_parameter_a_gradient(form):
     model, ids = small.perceiver_ar(form, dropout=0.1, attention_dropout=0.1).train(), small.tokens()
     model.loss(ids, ids).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+
+
+def test_prefix_dropout_stays_on_the_device_of_the_vectors():
+    history = thin(History(torch.empty(1, 5, 3, device="meta"), 0, 0), 0.4)
+    assert history.x_BSD.is_meta
+    assert history.places.is_meta
 
 
 @small.every_history

@@ -42,6 +42,7 @@ async def events_of(job, ends=1):
     found = []
     while sum(event.end is not None for event in found) < ends:
         found.append(await asyncio.wait_for(job.events.get(), 20))
+    assert job.open or job.timer.cancelled(), "a timer would hold the job for max_seconds"
     return found
 
 

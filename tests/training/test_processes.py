@@ -75,6 +75,12 @@ def test_processes_that_do_not_connect_are_named():
         meet(store, 1, 2, 0.1)
 
 
+def test_an_error_of_another_process_is_raised_with_its_rank(monkeypatch):
+    monkeypatch.setattr(Processes, "gather_objects", lambda self, mine: [mine, None, OSError("no room")])
+    with pytest.raises(OSError, match=r"^in process 2: no room$"), Processes(0, 3).together():
+        pass
+
+
 class Others(HashStore):
     """A store with made-up other processes: those in `alive` give another sign whenever they are looked at."""
 

@@ -154,8 +154,7 @@ class Strokes:
         around = np.linalg.norm(fine - share[..., None] * along, axis=-1) <= self.rules.thickness / 2 + self.margin
         image = Image.new("L", (ANTIALIAS * len(grid),) * 2)
         points = [tuple(ANTIALIAS * (point[::-1] + reach + 0.5) - 0.5) for point in (start, end)]
-        width = max(1, round(ANTIALIAS * self.rules.thickness))
-        ImageDraw.Draw(image).line(points, fill=FULL, width=width)
+        ImageDraw.Draw(image).line(points, fill=FULL, width=round(ANTIALIAS * self.rules.thickness))
         line = _shrunk(image).astype(np.float64) * self.rules.contrast
         near = _shrunk(Image.fromarray(FULL * around.astype(np.uint8)))
         far = np.zeros_like(near)

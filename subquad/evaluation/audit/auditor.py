@@ -159,6 +159,8 @@ def _prepare(
     usual = [n for n in _lengths(config.tokens) if most is None or n <= most]
     longer = [n for size in own for n in (size - 1, size, size + 1, 2 * size, 2 * size + 1)]
     asked = sorted({*usual, *(n for n in longer if n > 1)})
+    if not asked:
+        raise ValueError(f"the model must have at least 2 positions to be audited, got {most}")
     probe, taken = make_probe(model, adapter, config.dtype, asked)
     source = checks.Tokens(config.vocab_size or adapter.vocab_size(model) or probe.logits_seen, config.seed, text)
     tokens = max((n for n in taken if n <= config.tokens), default=taken[0])

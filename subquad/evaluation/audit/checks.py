@@ -29,7 +29,7 @@ class Audited:
     probe: Probe
     band: float
     lengths: list[int]
-    """Lengths that the model takes, ascending."""
+    """Lengths that the model takes, ascending, at least one and all of two tokens or more."""
     tokens: int
     """Longest tested length, excluding model-specific sizes."""
     sizes: list[int]
@@ -283,12 +283,8 @@ def causality(audited: Audited) -> None:
 
     Changes within the band are a finding, beyond it a violation, which lists the outputs that each single token moves.
     """
-    leaks, tried = list[Leak](), [T for T in audited.lengths if T >= 2]
-    if not tried:
-        audited.skip("causality", "the model takes no sequence of two tokens or more")
-        return
-    worst, alone = 0.0, True
-    for T in tried:
+    leaks, worst, alone = list[Leak](), 0.0, True
+    for T in audited.lengths:
         for _ in range(2 if audited.tokens == T else 1):
             found = _leak(audited, T, together=alone)
             broken = not audited.within(found.case, found.size)
@@ -300,9 +296,9 @@ def causality(audited: Audited) -> None:
             if broken:
                 leaks.append(found)
                 break
-    done = f"lengths {listed(tried, 16)}"
+    done = f"lengths {listed(audited.lengths, 16)}"
     if leaks:
-        audited.checks.append(_violation(audited, leaks, tried))
+        audited.checks.append(_violation(audited, leaks))
     elif worst and audited.verdict("repeatable") == "pass":
         detail = f"{done}; bits of some outputs change with later tokens, within rounding"
         audited.checks.append(Check("causality", "finding", detail, worst))
@@ -351,7 +347,7 @@ def changed_outputs(
     return found.masked_fill(torch.arange(T) >= first[:, None], 0.0)
 
 
-def _violation(audited: Audited, leaks: list[Leak], tried: Sequence[int]) -> Check:
+def _violation(audited: Audited, leaks: list[Leak]) -> Check:
     first = leaks[0]
     row = first.case.tokens[0]
     pairs = dependencies(audited, row, audited.source.other(row))
@@ -370,7 +366,7 @@ def _violation(audited: Audited, leaks: list[Leak], tried: Sequence[int]) -> Che
     where |= {"pairs": [list(pair) for pair in pairs[:64]], "pairs_in_all": len(pairs)}
     at = f"output {where['output']} changes with token {listed(later)}, {where['distance']} later, by "
     at += f"{size(where['size'])} in {length} tokens (shortest input found)"
-    among = f"lengths that leak: {listed(where['lengths'])} of {listed(tried, 16)}"
+    among = f"lengths that leak: {listed(where['lengths'])} of {listed(audited.lengths, 16)}"
     many = f"; at {len(row)} tokens {len(pairs)} pairs of an output and one later token" if pairs else ""
     worst = max(leak.size for leak in leaks)
     return Check("causality", "violation", f"{at}; {among}{many}", worst, where, short.to_dict())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from subquad.data.lra.pathfinder import SEGMENTS, draw
-from subquad.data.lra.strokes import DEGREES, MEETS, RULES
+from subquad.data.lra.strokes import DEGREES, MEETS, PADDING, RULES, TAKEN
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +70,15 @@ def test_a_stroke_meets_none_that_is_in_its_way(drawn):
         return canvas
 
     for drawing in (drawing for some in drawn.values() for drawing in some[:8]):
+        near = drawing.strokes.near
         first, second = (snake.strokes for snake in drawing.targets)
         grown = [(first[n], first[: n - 1] + second[: n - 1]) for n in range(1, len(first))]
         grown += [(second[n], first[:n] + second[: n - 1]) for n in range(1, len(first))]
         before = first[:-1] + second
         for snake in drawing.distractors:
+            place, way = snake.strokes[0]
+            inner = near.pixels[way][near.levels[way] == 255]
+            assert covered(drawing, before)[place + inner].max() <= TAKEN
             grown += [(snake.strokes[n], before + snake.strokes[: n - 1]) for n in range(1, len(snake.strokes))]
             before = before + snake.strokes
         for stroke, others in grown:
@@ -134,6 +138,15 @@ def test_short_snakes_are_as_bright_as_the_rules_say(drawn):
         short = max(drawing._replace(targets=(), discs=()).image().max() for drawing in some)
         long = max(drawing._replace(distractors=(), discs=()).image().max() for drawing in some)
         assert abs(short / long - min(255 / long, rules.short_contrast / rules.contrast)) <= 1 / long
+
+
+def test_strokes_are_as_thick_as_the_rules_say_and_free_up_to_the_border(drawn):
+    for (size, _), some in drawn.items():
+        strokes, rules = some[0].strokes, RULES[size]
+        covered = np.mean([cover.levels.sum() / 255 / rules.contrast for cover in strokes.drawn])
+        assert rules.thickness * rules.length <= covered <= rules.thickness * (rules.length + 1)
+        free = strokes.crop(strokes.blank()) == 0
+        assert free.sum() == free[PADDING:-PADDING, PADDING:-PADDING].size
 
 
 def test_the_classes_are_in_balance():
