@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import hashlib
 import json
 import math
@@ -108,10 +107,14 @@ def known_elsewhere(word: str, choices: Iterable[str]) -> str:
     return f"did you mean {ours!r}? " if ours in choices else ""
 
 
-@functools.cache
+_TYPES: dict[type[Any], Mapping[str, Any]] = {}
+
+
 def type_hints(cls: type[Any]) -> Mapping[str, Any]:
     """Return the types of a dataclass's fields; each evaluation of their annotations takes most of a millisecond."""
-    return typing.get_type_hints(cls)
+    if cls not in _TYPES:
+        _TYPES[cls] = typing.get_type_hints(cls)
+    return _TYPES[cls]
 
 
 def later(default: Any) -> Any:

@@ -24,14 +24,14 @@ os.environ["TRITON_INTERPRET"] = "1"
 # Workers and child processes would compile the library and rewrite the tests' assertions each by itself.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Messages name this Python as it was typed; a relative path would not be found in the folders that tests change to.
-sys.orig_argv[:1] = [sys.executable]
-
 import pytest
 import torch
 from hypothesis import Phase, settings
 
 from subquad.testing import AttentionContract
+
+# Messages name this Python as it was typed; a relative path would not be found in the folders that tests change to.
+sys.orig_argv[:1] = [sys.executable]
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # Without explanations of failures, for which each example would be traced: that takes seconds for a planted fault.
