@@ -92,7 +92,8 @@ class BlockedAttention(ProjectedAttention):
             zero_B1N.masked_fill(~(pattern.allowed(seen_B[:, None], p_BN) & (p_BN >= 0))[:, None], -torch.inf)
             for pattern in patterns
         ]
-        heads = self.heads_of(patterns)
+        # Not of the configuration: tensor parallelism divides the heads.
+        heads = self.heads_of(patterns) if len(patterns) > 1 else [q_BH1K.shape[1]]
         return torch.cat([x.expand(-1, n, -1) for x, n in zip(biases, heads, strict=True)], 1)
 
     def to_ring(self, state: State, capacity: int) -> State:
