@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -24,6 +25,8 @@ from subquad.training.errors import SaveError
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+CHECKSUM = "crc32"
+"""Key of a line's checksum."""
 PLAIN_LINE_SECONDS = 15.0
 """Seconds between progress lines without a terminal."""
 PACED_STEPS, PACED_PART = 5, 0.03
@@ -101,7 +104,7 @@ class Metrics:
     def begin(self, step: int) -> None:
         """Open the files and drop the records after the checkpoint of `step`."""
         kept = [record for record in read_metrics(self.folder) if record["step"] <= step]
-        write_atomically(self.folder / METRICS, "".join(json.dumps(record) + "\n" for record in kept).encode())
+        write_atomically(self.folder / METRICS, "".join(map(metrics_line, kept)).encode())
         self._trackers = start_trackers(self.names, self.folder, step)
 
     def training(self, step: int, measured: Mapping[str, float], skipped: int) -> None:
@@ -124,7 +127,7 @@ class Metrics:
             return
         try:
             with (self.folder / METRICS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(metrics_line(record))
         except OSError as error:
             raise SaveError(
                 f"a line of {METRICS} could not be written to {self.folder}: {error}. Checkpoints are untouched: "
@@ -172,8 +175,16 @@ def start_trackers(names: Sequence[str], folder: Path, step: int) -> list[Any]:
     return trackers
 
 
+def metrics_line(record: Mapping[str, float]) -> str:
+    """Return a record of `metrics.jsonl` as its line, whose last number is the CRC-32 of the others as JSON."""
+    return json.dumps({**record, CHECKSUM: crc32(json.dumps(record).encode())}) + "\n"
+
+
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """Return the records of a run's `metrics.jsonl`, without a truncated last line; else `ValueError` for damage."""
+    """Return the records of a run's `metrics.jsonl`, without a truncated last line; else `ValueError` for damage.
+
+    Every bit of a line is covered by its checksum (`metrics_line`).
+    """
     path = folder / METRICS
     if not path.is_file():
         return []
@@ -181,9 +192,12 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     for number, line in enumerate(read_text(path).split("\n")[:-1], 1):
         if line:
             record = parse_json(line, f"{path}, line {number}")
-            check_keys(record, {"step": int}, f"{path}, line {number}")
+            check_keys(record, {"step": int, CHECKSUM: int}, f"{path}, line {number}")
             if any(not isinstance(value, int | float) for value in record.values()):
                 raise ValueError(f"{path}, line {number} must hold numbers, got {line[:80]!r}")
+            del record[CHECKSUM]
+            if metrics_line(record) != line + "\n":
+                raise ValueError(f"{path}, line {number} is damaged: its {CHECKSUM} is not that of the other numbers")
             records.append(record)
     return records
 

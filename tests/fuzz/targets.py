@@ -68,7 +68,7 @@ from subquad.serving.metrics import Metrics
 from subquad.serving.texts import Texts, read_template
 from subquad.training import TrainConfig, checkpoint, sharding, train
 from subquad.training.errors import reading
-from subquad.training.progress import read_metrics
+from subquad.training.progress import metrics_line, read_metrics
 from subquad.training.run import checkpoint_to_resume
 from subquad.training.runs import load_classifier, load_image_run, load_run
 from subquad.training.saving import load_rng, rng_file, save_rng
@@ -604,7 +604,7 @@ ROWS = [
 ]
 
 
-@target(files(metrics__jsonl="".join(json.dumps(row) + "\n" for row in ROWS)))
+@target(files(metrics__jsonl="".join(map(metrics_line, ROWS))))
 def metrics(folder):
     for record in read_metrics(folder):
         assert all(isinstance(value, int | float) for value in record.values())

@@ -21,6 +21,7 @@ from subquad.data import packed
 from subquad.data.sources import TarBytes, open_source
 from subquad.training import TrainConfig
 from subquad.training.errors import CheckpointError, reading
+from subquad.training.progress import metrics_line
 from subquad.training.saving import rng_file
 from tests.data.pictures import PACK
 from tests.fuzz import mutate, targets
@@ -170,9 +171,10 @@ RESULT, MANIFEST, HALF = "result.json", "checkpoint-3/manifest.json", [{"arm": n
     ("corpus", "manifest.json", {"contents": []}, "contents and names must be strings"),
     ("tokenizer", "bytes.json", {"model.vocab.!": 1 << 30}, "it must have .* none above 16,777,216"),
     # runs and reports
-    ("metrics", "metrics.jsonl", '{"step": 0}\n{"step": 1, "loss": "x"}\n', "line 2 must hold numbers"),
-    ("metrics", "metrics.jsonl", '{"step": 0}\n{"loss": 1}\n', "line 2 is damaged: it has no 'step'"),
-    ("metrics", "metrics.jsonl", '{"step": 0}\n{\n', "line 2 is not JSON"),
+    ("metrics", "metrics.jsonl", metrics_line({"step": 1, "loss": "x"}), "line 1 must hold numbers"),
+    ("metrics", "metrics.jsonl", metrics_line({"step": 0}) + metrics_line({"loss": 1}), "line 2 .* no 'step'"),
+    ("metrics", "metrics.jsonl", '{"step": 0}\n', "line 1 is damaged: it has no 'crc32'"),
+    ("metrics", "metrics.jsonl", "{\n", "line 1 is not JSON"),
     ("checkpoint", MANIFEST, {"files": []}, "'files' must be a dict"),
     ("checkpoint", MANIFEST, {"files": {"a": {}}}, r"manifest\.json, a is damaged: it has no 'bytes'"),
     ("checkpoint", MANIFEST, {"step": "3"}, "'step' must be an? int"),

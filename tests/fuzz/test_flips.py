@@ -101,8 +101,8 @@ def test_a_finished_model_is_refused_and_its_settings_never_change_it(run):
     # People change it: what must stay the same is in the manifest of the checkpoint, and in config.json of the model.
     assert outcomes(run / "config.yaml", "config.yaml", answer, same)["refused"] > FLIPS // 4
     metrics = read_metrics(run)
-    left = outcomes(run / "metrics.jsonl", "metrics.jsonl", lambda: read_metrics(run), lambda found: True)
-    assert left["refused"] > FLIPS // 4  # others are a number or a name that is read as another, in the curves alone
+    left = outcomes(run / "metrics.jsonl", "metrics.jsonl", lambda: read_metrics(run), lambda found: found == metrics)
+    assert left["refused"] > 0.9 * FLIPS  # without effect is the last line's end, whose line counts as cut off
     assert read_metrics(run) == metrics
     told = {path for part in UNREAD for path in run.rglob(part)}
     assert len(told) == len(UNREAD)

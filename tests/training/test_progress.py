@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from subquad.training import train
 from subquad.training.errors import SaveError
-from subquad.training.progress import Bar, Meter, Metrics, draw_curves, loss_range, read_metrics
+from subquad.training.progress import Bar, Meter, Metrics, draw_curves, loss_range, metrics_line, read_metrics
 
 
 @pytest.mark.draws
@@ -45,10 +45,13 @@ def test_metrics_events_curves_and_plain_lines_are_written(make_config, tmp_path
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     assert read_metrics(tmp_path) == []
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    (tmp_path / "metrics.jsonl").write_text(metrics_line({"step": 1, "loss": 2.0}) + '{"step": 2, "lo')
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": "high"}\n')
+    (tmp_path / "metrics.jsonl").write_text(metrics_line({"step": 1, "loss": "high"}))
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1 must hold numbers, got"):
+        read_metrics(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(metrics_line({"step": 1, "loss": 2.0}).replace("2.0", "3.0"))
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1 is damaged: its crc32 is not that of the other"):
         read_metrics(tmp_path)
 
 
