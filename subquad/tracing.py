@@ -21,11 +21,13 @@ def beyond_backward(*tensors: Tensor | None) -> bool:
 
     Custom operators have a backward pass for `Tensor.backward` alone: a tangent that enters one is lost.
     """
-    # torch.compile traces without the caller's tangents: inside a level every tensor may have one.
-    if forward_ad._current_level >= 0 and (torch.compiler.is_dynamo_compiling() or has_tangent(*tensors)):
+    if torch.compiler.is_dynamo_compiling():
+        # It traces without the caller's tangents: inside a level every tensor may have one. `torch.func.grad` of custom
+        # operators it refuses itself.
+        return forward_ad._current_level >= 0
+    if forward_ad._current_level >= 0 and has_tangent(*tensors):
         return True
-    # torch.compile refuses `torch.func.grad` of custom operators itself.
-    return is_transformed() and any(x is not None and _tracked(x) for x in tensors)
+    return functorch.peek_interpreter_stack() is not None and any(x is not None and _tracked(x) for x in tensors)
 
 
 def has_tangent(*tensors: Tensor | None) -> bool:
@@ -52,8 +54,12 @@ def without_tangents(backward: Callable[P, R]) -> Callable[P, R]:
 
 def saves(*tensors: Tensor | None) -> bool:
     """Return whether a call on these tensors may have a backward pass, for which it has to keep what that reads."""
+    if not torch.is_grad_enabled():
+        return False
     # torch.compile does not say whether it traces a `vmap`, inside which tensors hide what they require.
-    return recorded(*tensors) or (torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled())
+    if torch.compiler.is_dynamo_compiling() or functorch.peek_interpreter_stack() is not None:
+        return True
+    return any(x is not None and x.requires_grad for x in tensors)
 
 
 def recorded(*tensors: Tensor | None) -> bool:

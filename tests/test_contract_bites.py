@@ -15,14 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad.attention import Attention, Full, Latte, Linear, Llp, Shifted, Window
+from subquad.attention import Attention, Full, Gla, Latte, Linear, Llp, Shifted, Window
+from subquad.attention.base import split
 from subquad.attention.bigbird import Bigbird
-from subquad.attention.blocked import Places
 from subquad.attention.elita import Elita
+from subquad.attention.memories.key_values import KeyValues, Sight
+from subquad.attention.parts import keys, softmax_heads
+from subquad.attention.past import Literal, Past, Whole
 from subquad.ops import gated_scan, patterns
 from subquad.ops._torch import scan
 from subquad.state import State
 from subquad.testing import AttentionContract
+from tests.attention import test_gla
 
 Mixed = tuple[Tensor, State]
 Mix = Callable[[Tensor, State | None, Tensor | None], Mixed]
@@ -58,11 +62,6 @@ def rows_are_no_distributions(w_BHTS):
     return w_BHTS * 2
 
 
-@dense(Elita)
-def halves_the_diagonal(w_BHTS):
-    return w_BHTS - torch.diag_embed(w_BHTS.diagonal(dim1=-2, dim2=-1)) / 2
-
-
 @mixing(Latte)
 def forgets_the_state(layer, mix, x, state, lengths):
     return mix(x, None, lengths)
@@ -92,8 +91,8 @@ def makes_a_square(layer, mix, x, state, lengths):
 def keeps_the_prompt_alive(layer, mix, x, state, lengths):
     """The cache is a view of all keys."""
     y, after = mix(x, state, lengths)
-    keys = layer.keys(x)[:, :, -after.tensor("keys").shape[2] :]
-    return y, State({**after.entries, "keys": keys}, after.config_hash)
+    kept = keys(layer, x, 0)[:, :, -after.tensor("near_keys").shape[2] :]
+    return y, State({**after.entries, "near_keys": kept}, after.config_hash)
 
 
 @mixing(Llp)
@@ -120,7 +119,7 @@ def stabilised_by_the_largest_key(layer, mix, x, state, lengths):
     """Published performers subtract the maximum over the whole sequence and add eps after it."""
     q, k = layer.split(layer.query(x)), layer.split(layer.key(x))
     i = (k - k.amax(2, keepdim=True)).exp() + 1e-4
-    y, sums = gated_scan(q.sigmoid(), i, layer.values(x), None, normalise=True, eps=1e-6)
+    y, sums = gated_scan(q.sigmoid(), i, layer.split(layer.value(x)), None, normalise=True, eps=1e-6)
     return layer.merge(y), State({"seen": x.shape[1], "sums": sums}, layer.config_hash)
 
 
@@ -163,23 +162,28 @@ def sums_in_half(layer, mix, x, state, lengths):
 
 
 class ValuesWithoutGradient(Linear):
-    cut = False
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        if not isinstance(past, Literal):
+            past.values = Tensor.detach  # type: ignore[method-assign]
+        return super().mix(x_BTD, past)
 
-    def mix_tokens(self, *arguments: Any) -> Mixed:
-        self.cut = True
-        try:
-            return super().mix_tokens(*arguments)
-        finally:
-            self.cut = False
 
-    def values(self, x_BTD: Tensor) -> Tensor:
-        v_BHTV = super().values(x_BTD)
-        return v_BHTV.detach() if self.cut else v_BHTV
+class HalvesTheDiagonal(Elita):
+    """The definition's weights of tokens on themselves are half of what they are."""
+
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        y_BHTV = super().mix(x_BTD, past)
+        if not isinstance(past, Literal):
+            return y_BHTV
+        own_BHT = super().mix(x_BTD, Literal(x_BTD, causal=True, eye=True)).diagonal(dim1=-2, dim2=-1)
+        return y_BHTV - own_BHT[..., None] / 2 * split(self.channels, self.value(x_BTD))[0]
 
 
 class RotatesFromZero(Llp):
-    def rotated(self, x_BHTK: Tensor, start: int | Tensor) -> Tensor:
-        return super().rotated(x_BHTK, 0)
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        q, k, v = softmax_heads(self, x_BTD, 0)
+        (near,) = past.keep(near=KeyValues(k, past.values(v), self.sight))
+        return near.read(q)
 
 
 @dataclass(frozen=True)
@@ -204,7 +208,7 @@ class WindowOneShort(Window):
 
     def __init__(self, config: Window.Config) -> None:
         super().__init__(config)
-        self.patterns = (self.pattern(width=config.width),)
+        self.sight = Sight(((self.pattern(width=config.width),),))
 
 
 class KeepsEveryKey(WindowOneShort):
@@ -228,18 +232,20 @@ class RollsRoundWithoutSaying(Shifted):
         super().__init__(config)
         self.causal = True
 
-    def attend_slots(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-        short = -q.shape[2] % self.config.group
-        padded = (F.pad(x, (0, 0, 0, short)) for x in (q, k, v))
-        return super().attend_slots(*padded, rest[0], Places())[:, :, : q.shape[2]]
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+        T = x_BTD.shape[1]
+        padded = F.pad(x_BTD, (0, 0, 0, -T % self.config.group))
+        y_BTD = self.finish(self.mix(padded, Whole(padded, None, None)), padded)
+        return y_BTD[:, :T], State({"seen": T}, self.config_hash)
 
 
 class DrawsByTheLength(Bigbird):
     """Random blocks of the past that depend on the length of the sequence."""
 
-    def union(self, tokens: int) -> list[patterns.Pattern]:
-        drawn = super().union(tokens)
-        return [*drawn[:-1], dataclasses.replace(drawn[-1], seed=tokens)]
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        (union,) = self.sight.near
+        self.sight = Sight(((*union[:-1], dataclasses.replace(union[-1], seed=x_BTD.shape[1])),))
+        return super().mix(x_BTD, past)
 
 
 class OwnHash(Full):
@@ -278,7 +284,7 @@ PLANTED: list[tuple[type[Attention], dict[str, Any], str]] = [
     (rows_are_no_distributions, {"width": 11}, "law_01_weights"),
     (WindowOneShort, {"width": 11}, "law_02"),
     (ValuesWithoutGradient, {}, "law_02"),
-    (halves_the_diagonal, {}, "law_02"),
+    (HalvesTheDiagonal, {}, "law_02"),
     (forgets_the_state, {}, "law_03_any"),
     (state_of_one_token_only, {}, "law_03_any"),
     (DrawsByTheLength, {"block": 4, "num_global": 0, "num_random": 1}, "law_03_any"),
@@ -357,3 +363,31 @@ def test_a_state_that_is_read_a_bit_off_fails_the_law_of_saving(tmp_path, monkey
 
 def next_number(x: Tensor) -> Tensor:
     return x.nextafter(x + 1)
+
+
+def test_a_class_without_an_oracle_fails():
+    class Judged(AttentionContract):
+        name = "latte"
+
+    with pytest.raises(NotImplementedError, match=r"Judged must define oracle\(self, layer, x_TD\): the out"):
+        Judged().test_the_oracle_agrees()
+
+
+@pytest.mark.parametrize("wrong", ["oracle", "mix"])
+def test_a_wrong_equation_on_either_side_fails_the_oracle(wrong):
+    """The definition has the mistake of `mix` too: no other law finds it."""
+
+    class Unscaled(Gla):
+        def mix(self, x_BTD, past):
+            return super().mix(x_BTD, past) * (self.config.keys**0.5 if wrong == "mix" else 1)
+
+    class Judged(test_gla.TestGla):
+        def new(self, num_heads):
+            return Unscaled(Unscaled.Config(dim=self.dim, num_heads=num_heads, norm_eps=1.0))
+
+        def oracle(self, layer, x_TD):
+            return test_gla.TestGla.oracle(self, layer, -x_TD if wrong == "oracle" else x_TD)
+
+    Judged().test_law_02_forward_is_weights_times_values_with_every_gradient()
+    with pytest.raises(AssertionError, match="the oracle"):
+        Judged().test_the_oracle_agrees()

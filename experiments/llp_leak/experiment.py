@@ -17,6 +17,7 @@ from experiments.harness.measure import in_blocks, unigram
 from experiments.harness.noise import FAILS, HOLDS, number, select
 from experiments.harness.rates import SHARE
 from experiments.harness.units import Unit
+from subquad.attention.memories.key_values import Sight
 from subquad.config import digest
 from subquad.data import DataConfig, prepare
 from subquad.evaluation.audit import audit
@@ -75,7 +76,7 @@ def unmask(model: Decoder) -> None:
     """Remove the triangular mask: every query sees its whole half segment and the one before."""
     for block in model.blocks():
         half = block.attention.config.segment // 2
-        block.attention.patterns = (Blocks(size=half, back=1),)  # type: ignore[assignment]
+        block.attention.sight = Sight(((Blocks(size=half, back=1),),))  # type: ignore[assignment]
 
 
 def printed_line_runs(half: int = 4, blocks: int = 3) -> bool:

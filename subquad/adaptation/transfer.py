@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from subquad.adaptation.config import ConvertConfig
-from subquad.attention.base import Branched
+from subquad.attention.branches import Branched
 from subquad.hf import SubquadForCausalLM, lora
 from subquad.models import Decoder
 from subquad.training.errors import NonFiniteError

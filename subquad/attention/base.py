@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial, wraps
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
+from typing import Literal as OneOf
 
 import torch
 from torch import Tensor, nn
 
 from subquad.attention.divided import check_divided
+from subquad.attention.past import IN_PLACE, Convert, Converted, InPlace, Literal, Past, Whole
+from subquad.attention.refusals import refusal
 from subquad.attention.sharing import SharedSequences
 from subquad.config import Config as BaseConfig
 from subquad.config import digest, suggest
@@ -24,10 +26,11 @@ from subquad.ops.counting import Cost, cost_of, state_bytes
 from subquad.ops.documents import Documents, lay_out
 from subquad.ops.padding import Lengths, check_mask, compact, compaction, scatter
 from subquad.options import DocWithOptions
-from subquad.parallel import active_group
-from subquad.state import State, check_is_state
+from subquad.parallel import Sent, active_group
+from subquad.parallel.counted import bytes_sent
+from subquad.state import State
 
-Form = Literal["causal", "bidirectional"]
+Form = OneOf["causal", "bidirectional"]
 LAWS = {
     1: "weights are causal, and the rows of a distribution sum to one",
     2: "outputs and every gradient are those of weights times values",
@@ -104,7 +107,7 @@ class Attention(SharedSequences):
     """What a token sees, in one line for tables."""
     paper: ClassVar[str]
     """Author, year, arXiv number and section."""
-    cost_order: ClassVar[Literal["linear", "quadratic"]] = "linear"
+    cost_order: ClassVar[OneOf["linear", "quadratic"]] = "linear"
     """Growth of the cost with T."""
     state_grows: ClassVar[bool] = False
     """Whether the state keeps growing with the tokens read."""
@@ -127,8 +130,17 @@ class Attention(SharedSequences):
     one."""
     copied: ClassVar[dict[str, str]] = {}
     """Projections to initialise as copies of full attention's, from the name here to the name there."""
+    query: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+    out: nn.Linear
+    parallel = True
+    rings: ClassVar[bool] = False
+    """Whether decoding in place keeps the keys and values in rings."""
     causal: bool
     """Whether a token sees only itself and earlier tokens."""
+    is_distribution: bool = True
+    """Whether each row of the weights sums to one."""
 
     registry: ClassVar[dict[str, type[Attention]]] = {}
 
@@ -234,12 +246,17 @@ class Attention(SharedSequences):
         `Documents` as `doc_ids`. Raises `TypeError` for what is no tensor or no state, and `ValueError` for a wrong
         shape and for a state of another configuration or batch.
         """
-        check_is_state(state)
-        begun = state is not None and "seen" in state.entries  # a state may hold nothing but what is handed on
-        self.check_inputs(x_BTD, state, begun)
+        begun = isinstance(state, State) and "seen" in state.entries  # it may hold nothing but what is handed on
+        fits = isinstance(x_BTD, Tensor) and x_BTD.ndim == 3 and x_BTD.shape[-1] == self.config.dim
+        if fits and state is not None:
+            fits = isinstance(state, State) and (self.causal if begun else self.takes_handed)
+            fits = fits and state.config_hash == self.config_hash and state.batch in (None, x_BTD.shape[0])
+        if not fits:
+            raise refusal(self, x_BTD, state)
         if not begun:  # a decoding step goes on from a call that was checked
             check_divided(self)
-        if active_group() is not None:
+        has_mix = type(self).mix is not Attention.mix  # else `mix_tokens` is its own, and checks nothing
+        if (doc_ids is not None or not has_mix) and active_group() is not None:
             self.check_part(state if begun else None, mask, doc_ids)
         if doc_ids is not None:
             check_fresh(state if begun else None)
@@ -256,31 +273,30 @@ class Attention(SharedSequences):
     if TYPE_CHECKING:
         __call__ = forward
 
-    def check_inputs(self, x_BTD: Tensor, state: State | None, begun: bool) -> None:
-        """Raise `TypeError` unless `x` is a tensor, `ValueError` for a wrong shape and for another layer's state."""
-        if not isinstance(x_BTD, Tensor):
-            raise TypeError(
-                f"x must be a tensor [B, T, {self.config.dim}], got {type(x_BTD).__name__}; a layer returns two "
-                "values: y, state = layer(x)"
-            )
-        if x_BTD.ndim != 3 or x_BTD.shape[-1] != self.config.dim:
-            raise ValueError(f"x must have shape [B, T, {self.config.dim}], got {tuple(x_BTD.shape)}")
-        if state is None:
-            return
-        if begun:
-            self.check_causal()
-        elif not self.takes_handed:
-            raise ValueError(f"the state of a {self.name} layer counts its tokens (entry 'seen'), this one does not")
-        state.check(self.config_hash, f"this {self.name} layer", x_BTD.shape[0])
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Return the heads' outputs `[B, H, T, V]`: the mechanism, as a function of its tokens and of those before."""
+        raise NotImplementedError(f"{type(self).__name__} must define mix (Attention is abstract)")
 
-    def check_causal(self) -> None:
-        """Raise `ValueError` if the layer can't continue from a state."""
-        if not self.causal:
-            raise ValueError(f"this {self.name} layer is not causal: it reads whole sequences and takes no state")
+    def finish(self, y_BHTV: Tensor, x_BTD: Tensor) -> Tensor:
+        """Map the heads' outputs to the model width; where there is a gate, it is computed from the inputs `x`."""
+        return self.merge(y_BHTV)
 
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """Compute `forward` for rows whose first `lengths_B` tokens are real (None: all T), as in `Lengths`."""
-        raise NotImplementedError(f"{type(self).__name__} must define mix_tokens (Attention is abstract)")
+        past: Past
+        if not self.causal:
+            past = Whole(x_BTD, state, lengths_B)
+        elif state is not None and IN_PLACE in state.entries:
+            past = InPlace(x_BTD, state, lengths_B)
+        else:
+            past = Past(x_BTD, state, lengths_B)
+        if past.group is not None:
+            self.check_part(past.given, lengths_B, None)
+        y_BTD = self.finish(self.mix(x_BTD, past), x_BTD)
+        # Not in a `finally`: gradient checkpointing leaves a recomputation early.
+        if past.unread:
+            raise RuntimeError(f"{self.name} keeps {', '.join(past.unread)} and does not read it")
+        return y_BTD, State(past.entries, self.config_hash)
 
     def mix_documents(self, x_BTD: Tensor, documents: Documents, state: State | None) -> tuple[Tensor, State]:
         """Mix each document as a sequence of its own; return the state of the first group's documents.
@@ -304,24 +320,22 @@ class Attention(SharedSequences):
         return w_BHTS
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """Return the weights of sequences without padding."""
-        raise NotImplementedError(f"{type(self).__name__} must define dense_weights (Attention is abstract)")
-
-    def values(self, x_BTD: Tensor) -> Tensor:
-        """Return the values `[B, H, T, V]` that the weights mix."""
-        raise NotImplementedError(f"{type(self).__name__} must define values (Attention is abstract)")
+        """Return the weights of sequences without padding: what the mechanism makes of the identity as values."""
+        return self.mix(x_BTD, Literal(x_BTD, causal=self.causal, eye=True))
 
     def merge(self, y_BHTV: Tensor) -> Tensor:
         """Map the heads' outputs to the model width."""
-        raise NotImplementedError(f"{type(self).__name__} must define merge (Attention is abstract)")
+        return self.out(join(y_BHTV))
+
+    def sent(self, tokens: int, ranks: int) -> list[Sent]:
+        """Return what each rank sends, for `tokens` tokens per rank, counted in runs without data."""
+        return bytes_sent(self, partial(self._tokens, tokens), ranks)
 
     def definition(self, x_BTD: Tensor) -> Tensor:
-        """Return `finish(weights @ values, x)`, which `forward` must equal. Quadratic."""
-        return self.finish(self.weights(x_BTD) @ self.values(x_BTD), x_BTD)
-
-    def finish(self, y_BHTV: Tensor, x_BTD: Tensor) -> Tensor:
-        """Return `merge(y)`; where there is a gate, it is computed from the inputs `x`."""
-        return self.merge(y_BHTV)
+        """Return what `forward` must equal, by dense weights. Quadratic."""
+        if type(self).mix is Attention.mix:
+            return self.finish(self.weights(x_BTD) @ self.values(x_BTD), x_BTD)  # type: ignore[operator]
+        return self.finish(self.mix(x_BTD, Literal(x_BTD, causal=self.causal)), x_BTD)
 
     @property
     def weight_heads(self) -> int:
@@ -332,11 +346,6 @@ class Attention(SharedSequences):
     def divisible(self) -> tuple[int, ...]:
         """Numbers of heads that torch's tensor parallelism may divide; none where heads are not all alike."""
         return ()
-
-    @property
-    def is_distribution(self) -> bool:
-        """Whether each row of the weights sums to one."""
-        return True
 
     @property
     def dropout_p(self) -> float:
@@ -354,12 +363,34 @@ class Attention(SharedSequences):
         """Log what the layer has to say of a sequence of `tokens` tokens; most have nothing to say."""
 
     def to_ring(self, state: State, capacity: int) -> State:
-        """Return the state of one row for decoding in place; most have no other form."""
-        return state
+        """Return the state of one row for decoding in place, of at most `capacity` tokens where the state grows."""
+        if not self.rings:
+            return state
+        made = self._converted(state, lambda memory, entries: memory.to_ring(entries, int(state.seen), capacity))
+        made.entries[IN_PLACE] = 1
+        return made
 
     def from_ring(self, state: State) -> State:
         """Return the state that `to_ring` takes."""
-        return state
+        if IN_PLACE not in state:
+            return state
+        return self._converted(state, lambda memory, rings: memory.from_ring(rings, int(state.seen)))
+
+    def whole_state(self, state: State, device: Any) -> State:
+        """Return the state after all ranks' tokens, on every rank, from each rank's own; without gradients."""
+        group = active_group()
+        if group is None:
+            return state
+        if self.state_grows and type(self).mix is not Attention.mix:
+            whole = self._converted(state, lambda memory, entries: memory.gathered(entries, group))
+            return State({**whole.entries, "seen": state.seen // (group.rank + 1) * group.size}, whole.config_hash)
+        return super().whole_state(state, device)
+
+    def _converted(self, state: State, convert: Convert) -> State:
+        none_B0D = next(self.parameters()).new_zeros(state.batch or 1, 0, self.config.dim)
+        past = Converted(none_B0D, state, convert)
+        self.mix(none_B0D, past)
+        return State(past.entries, state.config_hash)
 
     def place(self, layer: int, layers: int) -> None:
         """Take the place of layer number `layer` (from 0) of a new model's `layers`; most ignore it.
@@ -405,39 +436,17 @@ class Attention(SharedSequences):
 
     def join(self, y_BHTV: Tensor) -> Tensor:
         """Reshape `[B, H, T, V]` to `[B, T, H * V]`."""
-        return y_BHTV.transpose(1, 2).flatten(2)
+        return join(y_BHTV)
 
 
-class Branched(nn.Module):
-    """A mechanism that sums `branches`; the `closed` ones get no weight, and the weights of the open ones sum to one.
+def split(width: int, *x_BTC: Tensor) -> list[Tensor]:
+    """Reshape each `[B, T, C]` to `[B, C / width, T, width]`, heads of `width` channels."""
+    return [x.unflatten(-1, (-1, width)).transpose(1, 2) for x in x_BTC]
 
-    Closed branches still read: the state doesn't depend on what is closed, so branches can be closed and opened between
-    any two tokens.
-    """
 
-    name: ClassVar[str]
-    branches: ClassVar[tuple[str, ...]] = ()
-    """Names of the branches."""
-    closed: frozenset[str] = frozenset()
-    """Branches that have no weight at present; `without` sets it."""
-
-    @contextmanager
-    def without(self, *names: str) -> Iterator[None]:
-        """Close these branches inside a `with` block; restore the previous ones after it.
-
-        Raises `ValueError` for an unknown branch, and if no branch would stay open.
-        """
-        for name in names:
-            if name not in self.branches:
-                raise ValueError(f"attention {self.name!r} has no branch {name!r}; {suggest(name, self.branches)}")
-        before, after = self.closed, self.closed | set(names)
-        if after >= set(self.branches):
-            raise ValueError(f"one branch of attention {self.name!r} must stay open, got {', '.join(sorted(after))}")
-        self.closed = after
-        try:
-            yield
-        finally:
-            self.closed = before
+def join(y_BHTV: Tensor) -> Tensor:
+    """Reshape `[B, H, T, V]` to `[B, T, H * V]`."""
+    return y_BHTV.transpose(1, 2).flatten(2)
 
 
 def check_fresh(state: State | None) -> None:

@@ -14,21 +14,29 @@ attended one by one, which torch.compile cannot trace (a mask breaks the graph t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad.attention.base import takes_options
-from subquad.attention.blocked import BlockedAttention, Places
-from subquad.layers.positions import positions
+from subquad.attention.base import Attention, takes_options
+from subquad.attention.memories.key_values import Sight, attend
+from subquad.attention.parts import (
+    SoftmaxConfig,
+    add_softmax_projections,
+    divisible_heads,
+    softmax_heads,
+    softmax_over,
+)
+from subquad.attention.past import Past
 from subquad.ops import merge_attention
 from subquad.ops.attend import softmax_weights
 from subquad.ops.counting import first_replaced
 from subquad.ops.patterns import Blocks, Full, Globals, Pattern, Random, Segments, Sinks
 
 
-class Bigbird(BlockedAttention):
+class Bigbird(Attention):
     """Blocks: those next to it, the first ones, and random ones; the state keeps every key, as any may be drawn."""
 
     name = "bigbird"
@@ -36,9 +44,10 @@ class Bigbird(BlockedAttention):
     paper = "Zaheer et al. 2020, arXiv:2007.14062"
     forms = ("causal", "bidirectional")
     state_grows = True
+    rotates = True
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(BlockedAttention.Config):
+    class Config(SoftmaxConfig):
         """Options of BigBird."""
 
         block: int = 64
@@ -63,64 +72,75 @@ class Bigbird(BlockedAttention):
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        near = Segments(size=config.block, back=config.back)
-        both = Blocks(size=config.block, back=config.back, ahead_blocks=config.back)
-        self.patterns = (near if config.causal else both,)
+        add_softmax_projections(self, config)
+        self.sight = Sight((blocks_of(config, 0),))
 
-    def reach(self, patterns: tuple[Pattern, ...]) -> int | None:
-        """Return None: a random or global block may be the first one."""
-        return None
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Read the blocks; bidirectional, those of the whole sequence."""
+        if self.causal:
+            return softmax_over(self, self.sight, x_BTD, past)
+        q_BHTK, k_BGTK, v_BGTK = softmax_heads(self, x_BTD, past.start)
+        (blocks,) = past.keep(blocks=AllBlocks(k_BGTK, past.values(v_BGTK), self.config, self.dropout_p))
+        return blocks.read(q_BHTK)
 
-    def union(self, tokens: int) -> list[Pattern]:
-        """Return the disjoint patterns of a sequence of `tokens` tokens, without the global rows."""
-        c = self.config
-        blocks = 0 if c.causal else -(-tokens // c.block)
-        far: list[Pattern] = []
-        if c.num_global and c.causal:
-            far.append(Sinks(count=c.num_global, back=c.back, size=c.block))
-        elif c.num_global:
-            far.append(Globals(count=c.num_global, back=c.back, ahead_blocks=c.back, size=c.block))
-        ahead = 0 if c.causal else c.back
-        shape = {"size": c.block, "of": c.num_random, "skip": c.num_global, "back": c.back, "ahead_blocks": ahead}
-        far += [Random(index=i, blocks=blocks, seed=c.seed, **shape) for i in range(c.num_random)]
-        return [*self.patterns, *far]
+    @property
+    def divisible(self) -> tuple[int, ...]:
+        """Query heads and key heads."""
+        return divisible_heads(self.config, self.sight)
 
-    def unions(self, tokens: int) -> list[tuple[int, tuple[Pattern, ...]]]:
-        """Return one group: all heads see the union."""
-        return [(self.config.num_heads, tuple(self.union(tokens)))]
 
-    def attend_slots(
-        self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, patterns: tuple[Pattern, ...], places: Places
-    ) -> Tensor:
-        """Attend to all blocks and merge; bidirectional rows of different lengths go one by one."""
-        T = q_BHTK.shape[2]
-        if not self.causal and places.lengths is not None:
-            rows = []
-            for b, n in enumerate(places.lengths.tolist()):
-                q, k, v = (x[b : b + 1, :, :n] for x in (q_BHTK, k_BGSK, v_BGSK))
-                rows.append(F.pad(self.attend_slots(q, k, v, patterns, Places()), (0, 0, 0, T - n)))
-            return torch.cat(rows) if rows else q_BHTK
-        first = 0 if self.causal else self.config.num_global * self.config.block
+def blocks_of(config: Bigbird.Config, tokens: int) -> tuple[Pattern, ...]:
+    """Return the disjoint patterns of a sequence of `tokens` tokens, without the global rows."""
+    c = config
+    blocks, ahead = (0, 0) if c.causal else (-(-tokens // c.block), c.back)
+    near: Pattern = Blocks(size=c.block, back=c.back, ahead_blocks=c.back)
+    first: Pattern = Globals(count=c.num_global, back=c.back, ahead_blocks=c.back, size=c.block)
+    if c.causal:
+        near = Segments(size=c.block, back=c.back)
+        first = Sinks(count=c.num_global, back=c.back, size=c.block)
+    shape = {"size": c.block, "of": c.num_random, "skip": c.num_global, "back": c.back, "ahead_blocks": ahead}
+    drawn = [Random(index=i, blocks=blocks, seed=c.seed, **shape) for i in range(c.num_random)]
+    return (near, *([first] if c.num_global else []), *drawn)
+
+
+@dataclass(frozen=True, eq=False)
+class AllBlocks:
+    """Keys and values of the bidirectional form; `read(q)` merges the blocks, and queries of global blocks see all."""
+
+    k: Tensor
+    v: Tensor
+    config: Bigbird.Config
+    dropout_p: float
+
+    slots: ClassVar[tuple[str, ...]] = ()
+
+    def read_all(self, q_BHTK: Tensor, at: Past) -> Tensor:
+        """Return the outputs; rows of different lengths go one by one."""
+        if at.lengths is None:
+            return self.found(q_BHTK, self.k, self.v)
+        T, rows = q_BHTK.shape[2], []
+        for b, n in enumerate(at.lengths.tolist()):
+            q, k, v = (x[b : b + 1, :, :n] for x in (q_BHTK, self.k, self.v))
+            rows.append(F.pad(self.found(q, k, v), (0, 0, 0, T - n)))
+        return torch.cat(rows) if rows else q_BHTK
+
+    def found(self, q_BHTK: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the outputs of whole sequences."""
+        first = self.config.num_global * self.config.block
         with first_replaced(first):
-            y_BHTK, _ = self.attend_with_lse(q_BHTK, k_BGSK, v_BGSK, patterns, places)
+            union = blocks_of(self.config, q_BHTK.shape[2])
+            parts = [attend((pattern,), q_BHTK, k, v, self.dropout_p) for pattern in union]
+            y_BHTK, _ = merge_attention(*zip(*parts, strict=True))
         if first == 0:
             return y_BHTK
-        rows_BHGK, _ = self.attend_to(q_BHTK[:, :, :first], k_BGSK, v_BGSK, Full())
+        rows_BHGK, _ = attend((Full(),), q_BHTK[:, :, :first], k, v, self.dropout_p)
         return torch.cat([rows_BHGK, y_BHTK[:, :, first:]], 2)
 
-    def attend_with_lse(
-        self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, patterns: tuple[Pattern, ...], places: Places
-    ) -> tuple[Tensor, Tensor]:
-        """Attend to all blocks and merge, without the global rows."""
-        union = self.union(q_BHTK.shape[2])
-        parts = [self.attend_to(q_BHTK, k_BGSK, v_BGSK, pattern, **places._asdict()) for pattern in union]
-        return merge_attention(*zip(*parts, strict=True))
-
-    def pattern_weights(self, q_BHTK: Tensor, k_BGSK: Tensor) -> Tensor:
-        """Return the softmax over all blocks; in the bidirectional form global rows see everything."""
-        w_BHTS = super().pattern_weights(q_BHTK, k_BGSK)
-        if self.causal:
-            return w_BHTS
-        first = self.config.num_global * self.config.block
-        is_global_T1 = (positions(0, q_BHTK.shape[2], q_BHTK.device) < first)[0, :, None]
-        return torch.where(is_global_T1, softmax_weights(q_BHTK, k_BGSK, Full()), w_BHTS)
+    def literal(self, q_BHTK: Tensor, causal: bool) -> Tensor:
+        """Return the product of the weights and the values."""
+        share, T = q_BHTK.shape[1] // self.k.shape[1], q_BHTK.shape[2]
+        k, v = (x.repeat_interleave(share, 1) for x in (self.k, self.v))
+        w_BHTS = softmax_weights(q_BHTK, k, *blocks_of(self.config, T))
+        is_global_T1 = torch.arange(T, device=k.device)[:, None] < self.config.num_global * self.config.block
+        w_BHTS = torch.where(is_global_T1, softmax_weights(q_BHTK, k, Full()), w_BHTS)
+        return w_BHTS.to(v.dtype) @ v

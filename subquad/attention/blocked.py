@@ -5,7 +5,7 @@ Shape letters: B batch, T tokens, S keys, D model width, H heads, G key heads, K
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,15 +14,13 @@ from torch.nn import functional as F
 from subquad.attention.projected import ProjectedAttention
 from subquad.ops import block_attention_with_lse
 from subquad.ops.attend import softmax_weights
-from subquad.ops.caches import advance, appended, first_slots, last_slots
+from subquad.ops.caches import appended, first_slots, last_slots
 from subquad.ops.patterns import Pattern
 from subquad.parallel import Sent, active_group
 from subquad.parallel.exchange import earlier, first_before, last_before, sent_for_earlier
 from subquad.parallel.ring import ring_attention, sent_for_ring
 from subquad.state import State
 
-RING = ("ring_keys", "ring_values")
-"""Entries of a state whose keys stand in a ring."""
 FIRST = ("sink_keys", "sink_values")
 """Entries of a state that hold the first tokens' keys and values."""
 
@@ -43,79 +41,6 @@ class BlockedAttention(ProjectedAttention):
 
     parallel = True
     patterns: tuple[Pattern, ...]
-    rings: ClassVar[bool] = False
-    """Whether decoding may keep the keys in a ring: for layers without keys or weights besides those of `patterns`."""
-
-    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """Attend to the cached keys and the new ones."""
-        if state is not None and RING[0] in state:
-            return self.mix_in_ring(x_BTD, state)
-        seen = self.start(state, x_BTD.shape[1])
-        q_BHTK, k_BGTK, v_BGTK = self.projected(x_BTD, seen)
-        state = self.near(state, k_BGTK, v_BGTK, self.patterns)
-        y_BHTK, k_BGSK, v_BGSK = self.attend(q_BHTK, k_BGTK, v_BGTK, self.patterns, state, "", lengths_B)
-        seen = advance(seen, x_BTD.shape[1], lengths_B)
-        kept: dict[str, Tensor | int | State] = {"keys": k_BGSK, "values": v_BGSK} if self.causal else {}
-        return self.finish(y_BHTK, x_BTD), State({"seen": seen, **kept}, self.config_hash)
-
-    def mix_in_ring(self, x_B1D: Tensor, state: State) -> tuple[Tensor, State]:
-        """Attend from one token of each row to a ring, into which its own key and value are written in place."""
-        seen_B = state.seen
-        assert isinstance(seen_B, Tensor)
-        k_BGNK, v_BGNK = (state.tensor(name) for name in RING)
-        q_BH1K, *new = self.projected(x_B1D, seen_B)
-        slots = [slot_B[:, None, None, None] for slot_B in self.ring_slots(seen_B, k_BGNK.shape[2])]
-        for kept_BGNK, new_BG1K in zip((k_BGNK, v_BGNK), new, strict=True):
-            for slot_B111 in slots:
-                kept_BGNK.scatter_(2, slot_B111.expand(new_BG1K.shape), new_BG1K.to(kept_BGNK.dtype))
-        bias_BHN = self.ring_bias(seen_B, k_BGNK.shape[2], q_BH1K)
-        y_BH1K = F.scaled_dot_product_attention(
-            q_BH1K, k_BGNK, v_BGNK, bias_BHN[:, :, None], enable_gqa=k_BGNK.shape[1] != q_BH1K.shape[1]
-        )
-        kept: dict[str, Tensor | int | State] = dict(zip(RING, (k_BGNK, v_BGNK), strict=True))
-        return self.finish(y_BH1K, x_B1D), State({"seen": seen_B + 1, **kept}, self.config_hash)
-
-    def ring_slots(self, seen_B: Tensor, slots: int) -> list[Tensor]:
-        """Return the slots, each `[B]`, into which the token at position `seen` is written."""
-        return [seen_B % slots]
-
-    def ring_bias(self, seen_B: Tensor, slots: int, q_BH1K: Tensor) -> Tensor:
-        """Return what is added to the scores `[B, H, slots]` of the queries `q` at position `seen`."""
-        # Slot n holds the last position that is n modulo the slots; before the first round there is none.
-        p_BN = seen_B[:, None] - (seen_B[:, None] - torch.arange(slots, device=seen_B.device)) % slots
-        return self.bias_of(self.patterns, seen_B, p_BN, q_BH1K)
-
-    def bias_of(self, patterns: tuple[Pattern, ...], seen_B: Tensor, p_BN: Tensor, q_BH1K: Tensor) -> Tensor:
-        """Return `[B, H, N]`: 0 where the query at position `seen` sees the key at `p`, else -inf."""
-        zero_B1N = torch.zeros_like(p_BN, dtype=q_BH1K.dtype)[:, None]
-        biases = [
-            zero_B1N.masked_fill(~(pattern.allowed(seen_B[:, None], p_BN) & (p_BN >= 0))[:, None], -torch.inf)
-            for pattern in patterns
-        ]
-        # Not of the configuration: tensor parallelism divides the heads.
-        heads = self.heads_of(patterns) if len(patterns) > 1 else [q_BH1K.shape[1]]
-        return torch.cat([x.expand(-1, n, -1) for x, n in zip(biases, heads, strict=True)], 1)
-
-    def to_ring(self, state: State, capacity: int) -> State:
-        """Return the state of one row with its keys in a ring of constant size: position p in slot p mod N.
-
-        N is the reach and the token itself, or `capacity` if nothing bounds the reach.
-        """
-        if not self.rings:
-            return state
-        reach, seen = self.reach(self.patterns), int(state.seen)
-        slots = capacity if reach is None else reach + 1
-        keys = (state.tensor(name)[:, :, -slots:] for name in ("keys", "values"))
-        ring = (F.pad(x, (0, 0, slots - x.shape[2], 0)).roll(seen % slots, 2) for x in keys)
-        return State({"seen": state.seen, **dict(zip(RING, ring, strict=True))}, state.config_hash)
-
-    def from_ring(self, state: State) -> State:
-        """Return the state that `to_ring` takes, aligned to the end, for one row."""
-        if RING[0] not in state:
-            return state
-        seen = int(state.seen)
-        keys, values = (state.tensor(name).roll(-(seen % state.tensor(name).shape[2]), 2) for name in RING)
-        return State({"seen": state.seen, "keys": keys, "values": values}, state.config_hash)
 
     def attend(
         self,
@@ -200,7 +125,6 @@ class BlockedAttention(ProjectedAttention):
         """Return cached and new keys and values, the number of cached ones, and the real slots of each row."""
         if state is None:
             return k_BGTK, v_BGTK, 0, lengths_B
-        self.check_causal()
         k_BGSK = appended(state.tensor(f"{prefix}keys"), k_BGTK)
         v_BGSK = appended(state.tensor(f"{prefix}values"), v_BGTK)
         old = k_BGSK.shape[2] - k_BGTK.shape[2]

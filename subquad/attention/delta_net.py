@@ -11,23 +11,43 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from subquad.attention.base import takes_options
-from subquad.attention.recurrent import DeltaAttention
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from subquad.attention.base import Attention, join, takes_options
+from subquad.attention.memories.recurrence import Recurrence
+from subquad.attention.past import Past
+from subquad.attention.recurrent import DeltaConfig, add_delta_rule, delta_heads, rms_normed
 
 
-class DeltaNet(DeltaAttention):
+class DeltaNet(Attention):
     """Every earlier token, by a memory in which a key overwrites what it held."""
 
     name = "delta_net"
     summary = "a memory in which a key overwrites what it held"
     paper = "Yang et al. 2024, arXiv:2406.06484"
+    sees_order = True
+    is_distribution = False
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(DeltaAttention.Config):
+    class Config(DeltaConfig):
         """Options of DeltaNet."""
 
     config: Config
+    norm_weight: nn.Parameter
 
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        add_delta_rule(self, config)
+
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Read the delta rule's state."""
+        q_BGTK, k_BGTK, v_BHTV, beta_BHT1 = delta_heads(self, x_BTD, past)
+        (sums,) = past.keep(sums=Recurrence(k_BGTK, past.values(v_BHTV), None, beta_BHT1))
+        return sums.read(q_BGTK)
+
+    def finish(self, y_BHTV: Tensor, x_BTD: Tensor) -> Tensor:
+        """Return `W_o rmsnorm(y)`."""
+        y_BTC = join(rms_normed(y_BHTV, self.norm_weight, self.config.norm_eps).to(x_BTD.dtype))
+        return self.out(F.dropout(y_BTC, self.config.dropout, self.training))

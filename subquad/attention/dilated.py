@@ -11,22 +11,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from subquad.attention.base import takes_options
-from subquad.attention.blocked import BlockedAttention
+from torch import Tensor
+
+from subquad.attention.base import Attention, takes_options
+from subquad.attention.memories.key_values import Sight
+from subquad.attention.parts import SoftmaxConfig, add_softmax_projections, divisible_heads, softmax_over
+from subquad.attention.past import Past
 from subquad.ops.patterns import Dilated as DilatedPattern
 from subquad.ops.patterns import DilatedBand
 
 
-class Dilated(BlockedAttention):
+class Dilated(Attention):
     """Every `dilation`-th token back, `width` in all; the state keeps `(width - 1) dilation` keys and values."""
 
     name = "dilated"
     summary = "every `dilation`-th token next to it, `width` in all"
     paper = "Beltagy et al. 2020, arXiv:2004.05150"
     forms = ("causal", "bidirectional")
+    rotates = True
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(BlockedAttention.Config):
+    class Config(SoftmaxConfig):
         """Options of dilated attention."""
 
         width: int = 64
@@ -38,9 +43,22 @@ class Dilated(BlockedAttention):
             super().__post_init__()
             self.check_least(width=1, dilation=1)
 
+    config: Config
+
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        add_softmax_projections(self, config)
         before = config.width // 2
         band = DilatedBand(before=before, after=config.width - 1 - before, dilation=config.dilation)
-        self.patterns = (DilatedPattern(width=config.width, dilation=config.dilation) if config.causal else band,)
+        causal = DilatedPattern(width=config.width, dilation=config.dilation)
+        self.sight = Sight(((causal if config.causal else band,),))
+
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Read the keys in sight."""
+        return softmax_over(self, self.sight, x_BTD, past)
+
+    @property
+    def divisible(self) -> tuple[int, ...]:
+        """Query heads and key heads."""
+        return divisible_heads(self.config, self.sight)

@@ -34,21 +34,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from subquad.attention.base import takes_options
-from subquad.attention.scanned import (
-    ScannedAttention,
-    is_future,
-    real_mask,
-    seen_after,
-    softmax_state,
-    widened,
-)
+from subquad.attention.base import Attention, split, takes_options
+from subquad.attention.memories.gated_mean import GatedEarlier, GatedMean
+from subquad.attention.memories.running_softmax import widened
+from subquad.attention.past import Past
 from subquad.config import later
 from subquad.layers.positions import positions
-from subquad.ops.softmax import EMPTY, SoftmaxOutput, SoftmaxState, gated_mean, running_softmax
-from subquad.state import State
 from subquad.tracing import has_values
 
 logger = logging.getLogger(__name__)
@@ -60,18 +52,17 @@ def _warn_beyond(horizon: int) -> None:
     logger.warning("elita reads beyond its horizon of %d tokens: position terms are extrapolated", horizon)
 
 
-class Elita(ScannedAttention):
+class Elita(Attention):
     """A content-weighted mean of all earlier tokens, and a gate between it and the token itself."""
 
     name = "elita"
     summary = "the mean of every earlier token, gated against itself"
     paper = "Sharma 2023, github.com/acosharma/elita-transformer"
-    parallel = True
     sees_order = True
     has_position_terms = True
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ScannedAttention.Config):
+    class Config(Attention.Config):
         """Options of ELiTA."""
 
         dropout: float = 0.0
@@ -97,11 +88,15 @@ class Elita(ScannedAttention):
                 raise ValueError("query_term=False has no effect with self_term='diagonal', where it cancels")
 
     config: Config
+    query: nn.Linear | None  # type: ignore[assignment]
 
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         heads = config.num_heads
+        self.channels = config.dim // heads
+        self.value = nn.Linear(config.dim, config.dim, bias=config.bias)
+        self.out = nn.Linear(config.dim, config.dim, bias=config.bias)
         self.key = nn.Linear(config.dim, heads, bias=config.bias)
         self.self_key = nn.Linear(config.dim, heads, bias=config.bias)
         self.diagonal = config.self_term == "diagonal"
@@ -115,35 +110,14 @@ class Elita(ScannedAttention):
             self.phase = nn.Parameter(torch.empty(shape).uniform_(-INIT, INIT))
             self.amplitude = nn.Parameter(torch.empty(heads, config.position_width).uniform_(-INIT, INIT))
 
-    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """Mix by the gate between the running softmax of one latent and the token itself."""
-        tokens, v_BHTV = x_BTD.shape[1], self.values(x_BTD)
-        key_BHT1, gate_BHT1 = self.logits(x_BTD, self.start(state, tokens))
-        state = self.softmaxes_to_here(state, key_BHT1, v_BHTV)
-        seen, mask, before = seen_after(state, tokens, lengths_B), real_mask(lengths_B, tokens), softmax_state(state)
-        self.notice_seen(seen, x_BTD)
-        if self.diagonal:
-            y = self.past_and_own(gate_BHT1, key_BHT1, v_BHTV, before, mask)
-        else:
-            dropout_p = self.config.dropout if self.training else 0.0
-            y = gated_mean(gate_BHT1, key_BHT1, v_BHTV, dropout_p=dropout_p, state=before, mask=mask)
-        return self.merge(y.out), State({"seen": seen, "lse": y.state.lse, "mean": y.state.mean}, self.config_hash)
-
-    def past_and_own(
-        self, gate_BHT1: Tensor, key_BHT1: Tensor, v_BHTV: Tensor, before: SoftmaxState | None, mask: Tensor | None
-    ) -> SoftmaxOutput:
-        """Return `g_t mu_{t-1} + (1 - g_t) v_t`, `g_t = sigmoid(gate_t + L_{t-1})`: the gate of the tokens before."""
-        y = running_softmax(torch.ones_like(key_BHT1), key_BHT1, v_BHTV, state=before, mask=mask)
-        if before is None:
-            lse_BH1 = key_BHT1.new_full((*key_BHT1.shape[:2], 1), EMPTY)
-            before = SoftmaxState(lse_BH1, torch.zeros_like(v_BHTV[:, :, :1]))
-        lse_BHT1 = y.lse
-        lse_BHT1 = torch.cat([before.lse[..., None].to(lse_BHT1.dtype), lse_BHT1[:, :, :-1]], 2)
-        mean_BHTV = torch.cat([before.mean.to(v_BHTV.dtype), y.out[:, :, :-1]], 2)
-        s_BHT1 = gate_BHT1 + lse_BHT1
-        shares_BHT2 = torch.cat([s_BHT1.sigmoid(), (-s_BHT1).sigmoid()], -1)
-        past_BHT1, own_BHT1 = F.dropout(shares_BHT2, self.config.dropout, self.training).split(1, -1)
-        return SoftmaxOutput((past_BHT1 * mean_BHTV + own_BHT1 * v_BHTV).to(v_BHTV.dtype), y.state)
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Read the mean through the gate."""
+        (v_BHTV,) = split(self.channels, self.value(x_BTD))
+        key_BHT1, gate_BHT1 = self.logits(x_BTD, past.start)
+        self.notice_seen(past.entries["seen"], x_BTD)
+        memory = GatedEarlier if self.diagonal else GatedMean
+        (mean,) = past.keep(mean=memory(key_BHT1, past.values(v_BHTV), self.dropout_p))
+        return mean.read(gate_BHT1)
 
     def logits(self, x_BTD: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:
         """Return `k1 . x + p1` and the gate's terms besides L, each `[B, H, T, 1]`, float32 or wider."""
@@ -187,15 +161,3 @@ class Elita(ScannedAttention):
         """Log once for all layers of this horizon that positions are extrapolated."""
         if self.config.positions and tokens > self.config.horizon:
             _warn_beyond(self.config.horizon)
-
-    def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """Return the softmax of the logits `k1 . x_s + p1_s` for s <= t, and of the second slot's or the diagonal's."""
-        key_BHT1, gate_BHT1 = self.logits(x_BTD, 0)
-        T = x_BTD.shape[1]
-        future_TS, own_TS = is_future(T, x_BTD.device), torch.eye(T, dtype=torch.bool, device=x_BTD.device)
-        if self.diagonal:
-            both = torch.where(own_TS, -gate_BHT1, key_BHT1.mT).masked_fill(future_TS, -torch.inf)
-            return both.softmax(-1).to(x_BTD.dtype)
-        both = (key_BHT1.mT + gate_BHT1).masked_fill(future_TS, -torch.inf)
-        both_BHTS = torch.cat([both, torch.zeros_like(key_BHT1)], -1).softmax(-1)
-        return (both_BHTS[..., :-1] + both_BHTS[..., -1:] * own_TS).to(x_BTD.dtype)

@@ -13,17 +13,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from subquad.attention.base import takes_options
-from subquad.attention.blocked import BlockedAttention
+from subquad.attention.base import Attention, join, takes_options
+from subquad.attention.memories.key_values import Sight
+from subquad.attention.parts import SoftmaxConfig, add_softmax_projections, divisible_heads, projection, softmax_over
+from subquad.attention.past import Past
 from subquad.config import later
 from subquad.ops.patterns import Causal
 from subquad.ops.patterns import Full as FullPattern
 
 
-class Full(BlockedAttention):
+class Full(Attention):
     """Every token (causal: every earlier one and itself); the state keeps every key and value."""
 
     name = "full"
+    rotates = True
     rings = True
     summary = "every token"
     paper = "Vaswani et al. 2017, arXiv:1706.03762"
@@ -32,7 +35,7 @@ class Full(BlockedAttention):
     state_grows = True
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(BlockedAttention.Config):
+    class Config(SoftmaxConfig):
         """Options of full attention."""
 
         output_gate: bool = later(False)
@@ -43,11 +46,20 @@ class Full(BlockedAttention):
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.patterns = (Causal() if config.causal else FullPattern(),)
-        self.gating = self.projection(self.q_dim) if config.output_gate else None
+        add_softmax_projections(self, config)
+        self.sight = Sight(((Causal() if config.causal else FullPattern(),),))
+        self.gating = projection(config, config.num_heads) if config.output_gate else None
+
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Read all keys."""
+        return softmax_over(self, self.sight, x_BTD, past)
 
     def finish(self, y_BHTV: Tensor, x_BTD: Tensor) -> Tensor:
         """Return `W_o (sigmoid(W_g x) * y)`, or `W_o y` without a gate."""
-        if self.gating is None:
-            return self.merge(y_BHTV)
-        return self.out(self.join(y_BHTV) * self.gating(x_BTD).sigmoid())
+        y_BTC = join(y_BHTV)
+        return self.out(y_BTC if self.gating is None else y_BTC * self.gating(x_BTD).sigmoid())
+
+    @property
+    def divisible(self) -> tuple[int, ...]:
+        """Query heads and key heads."""
+        return divisible_heads(self.config, self.sight)

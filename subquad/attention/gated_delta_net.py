@@ -14,20 +14,24 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad.attention.base import takes_options
-from subquad.attention.recurrent import DecayRate, DeltaAttention
+from subquad.attention.base import Attention, join, takes_options
+from subquad.attention.memories.recurrence import Recurrence
+from subquad.attention.past import Past
+from subquad.attention.recurrent import DecayRate, DeltaConfig, add_delta_rule, delta_heads, rms_normed
 from subquad.config import later
 
 
-class GatedDeltaNet(DeltaAttention):
+class GatedDeltaNet(Attention):
     """Every earlier token, by a memory that fades by head and in which a key overwrites what it held."""
 
     name = "gated_delta_net"
     summary = "a fading memory in which a key overwrites what it held"
     paper = "Yang et al. 2024, arXiv:2412.06464"
+    sees_order = True
+    is_distribution = False
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(DeltaAttention.Config):
+    class Config(DeltaConfig):
         """Options of the gated delta rule."""
 
         num_key_heads: int | None = later(None)
@@ -57,18 +61,25 @@ class GatedDeltaNet(DeltaAttention):
             return self.num_key_heads or self.num_heads
 
     config: Config
+    norm_weight: nn.Parameter
 
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.gating = self.projection(config.values * config.num_heads)
+        add_delta_rule(self, config)
+        self.gating = nn.Linear(config.dim, config.values * config.num_heads, bias=config.bias)
         self.fading = nn.Linear(config.dim, config.num_heads, bias=False)
         self.rate = DecayRate(config.num_heads)
 
-    def log_decays(self, x_BTD: Tensor) -> Tensor:
-        """Return one logarithm a head."""
-        return self.rate(self.fading(x_BTD))[0]
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Read the delta rule's state."""
+        q_BGTK, k_BGTK, v_BHTV, beta_BHT1 = delta_heads(self, x_BTD, past)
+        log_f_BHT1, _ = self.rate(self.fading(x_BTD))
+        (sums,) = past.keep(sums=Recurrence(k_BGTK, past.values(v_BHTV), log_f_BHT1, beta_BHT1))
+        return sums.read(q_BGTK)
 
-    def gate(self, x_BTD: Tensor) -> Tensor:
-        """Return `silu(W_g x)`."""
-        return F.silu(self.gating(x_BTD))
+    def finish(self, y_BHTV: Tensor, x_BTD: Tensor) -> Tensor:
+        """Return `W_o (rmsnorm(y) * silu(W_g x))`."""
+        y_BTC = join(rms_normed(y_BHTV, self.norm_weight, self.config.norm_eps).to(x_BTD.dtype))
+        y_BTC = y_BTC * F.silu(self.gating(x_BTD))
+        return self.out(F.dropout(y_BTC, self.config.dropout, self.training))

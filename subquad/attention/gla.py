@@ -10,27 +10,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad.attention.base import takes_options
-from subquad.attention.recurrence import Recurrence, at_least_float32
-from subquad.attention.recurrent import RecurrentAttention
-from subquad.state import State
+from subquad.attention.base import Attention, join, split, takes_options
+from subquad.attention.memories.recurrence import Recurrence, at_least_float32
+from subquad.attention.past import Past
+from subquad.attention.recurrent import RecurrentConfig, add_projections, heads_of, rms_normed
 
 TEMPERATURE = 16
 """Divides the gates' logarithms: the higher, the slower a channel forgets."""
 
 
-class Gla(RecurrentAttention):
+class Gla(Attention):
     """Every earlier token, by a product whose channels fade at rates that depend on the tokens."""
 
     name = "gla"
     summary = "every earlier token, fading by channel as tokens say"
     paper = "Yang et al. 2023, arXiv:2312.06635"
+    sees_order = True
+    is_distribution = False
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(RecurrentAttention.Config):
+    class Config(RecurrentConfig):
         """Options of gated linear attention."""
 
         gate_rank: int = 16
@@ -50,26 +53,24 @@ class Gla(RecurrentAttention):
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        add_projections(self, config)
+        self.norm_weight = nn.Parameter(torch.ones(config.values))
         self.decay_down = nn.Linear(config.dim, config.gate_rank, bias=False)
         self.decay_up = nn.Linear(config.gate_rank, config.keys * config.num_heads)
         self.gating = nn.Linear(config.dim, config.values * config.num_heads)
         for project in (self.query, self.key, self.value, self.out, self.decay_down, self.decay_up, self.gating):
             nn.init.xavier_uniform_(project.weight, 2**-2.5)
 
-    @property
-    def decays(self) -> int:
-        """Decays of a head: one for each key channel."""
-        return self.config.keys
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Read the gated scan, whose channels fade."""
+        q_BHTK, k_BHTK, v_BHTV = heads_of(self, x_BTD)
+        decay_BTC = at_least_float32(self.decay_up(self.decay_down(x_BTD)))
+        (log_f_BHTK,) = split(self.config.keys, F.logsigmoid(decay_BTC) / TEMPERATURE)
+        (sums,) = past.keep(sums=Recurrence(k_BHTK, past.values(v_BHTV), log_f_BHTK))
+        return sums.read(q_BHTK * self.config.keys**-0.5)
 
-    def recurrence(
-        self, x_BTD: Tensor, state: State | None = None, lengths_B: Tensor | None = None
-    ) -> tuple[Recurrence, Tensor | None]:
-        """Return the gated scan with decays by channel."""
-        q, k, v, _ = self.projected(x_BTD, state, lengths_B)
-        decay_BTC = self.decay_up(self.decay_down(x_BTD))
-        log_f_BHTK = self.split(F.logsigmoid(at_least_float32(decay_BTC)) / TEMPERATURE)
-        return Recurrence(q * self.config.keys**-0.5, k, v, log_f_BHTK), None
-
-    def gate(self, x_BTD: Tensor) -> Tensor:
-        """Return `silu(W_r x + b_r)`."""
-        return F.silu(self.gating(x_BTD))
+    def finish(self, y_BHTV: Tensor, x_BTD: Tensor) -> Tensor:
+        """Return `W_o (norm(y) * silu(W_r x + b_r))`."""
+        y_BTC = join(rms_normed(y_BHTV, self.norm_weight, self.config.norm_eps).to(x_BTD.dtype))
+        y_BTC = y_BTC * F.silu(self.gating(x_BTD))
+        return self.out(F.dropout(y_BTC, self.config.dropout, self.training))

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad.attention.base import takes_options
-from subquad.attention.recurrence import Recurrence
-from subquad.attention.recurrent import RecurrentAttention
-from subquad.state import State
+from subquad.attention.base import Attention, join, takes_options
+from subquad.attention.memories.recurrence import Recurrence
+from subquad.attention.past import Past
+from subquad.attention.recurrent import RecurrentConfig, add_projections, heads_of, rms_normed
 from subquad.tracing import has_values
 
 logger = logging.getLogger(__name__)
@@ -40,16 +40,18 @@ def _warn_not_placed() -> None:
     )
 
 
-class Hgrn2(RecurrentAttention):
+class Hgrn2(Attention):
     """Every earlier token, in means of each channel that tokens renew."""
 
     name = "hgrn2"
     summary = "every earlier token, in means that tokens renew"
     paper = "Qin et al. 2024, arXiv:2404.07904"
+    sees_order = True
+    is_distribution = False
     bound: nn.Parameter | None
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(RecurrentAttention.Config):
+    class Config(RecurrentConfig):
         """Options of HGRN2."""
 
     config: Config
@@ -57,6 +59,8 @@ class Hgrn2(RecurrentAttention):
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        add_projections(self, config)
+        self.norm_weight = nn.Parameter(torch.ones(config.values))
         self.register_parameter("bound", None)
         self.placed = False
 
@@ -67,19 +71,12 @@ class Hgrn2(RecurrentAttention):
             logit = math.log(layer / (layers - layer))
             self.bound = nn.Parameter(self.key.weight.new_full((self.config.keys * self.config.num_heads,), logit))
 
-    @property
-    def decays(self) -> int:
-        """Decays of a head: one for each key channel."""
-        return self.config.keys
-
-    def recurrence(
-        self, x_BTD: Tensor, state: State | None = None, lengths_B: Tensor | None = None
-    ) -> tuple[Recurrence, Tensor | None]:
-        """Return the gated scan with decays by channel, whose keys are 1 less them."""
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Read the gated scan, whose keys are 1 less its decays."""
         # Not where costs are counted, in a run without data.
         if not self.placed and self.training and torch.is_grad_enabled() and has_values(x_BTD):
             _warn_not_placed()
-        q_BHTK, z_BHTK, v_BHTV, _ = self.projected(x_BTD, state, lengths_B)
+        q_BHTK, z_BHTK, v_BHTV = heads_of(self, x_BTD)
         wide = torch.promote_types(z_BHTK.dtype, torch.float32)
         k_BHTK = (-z_BHTK.to(wide)).sigmoid()
         if self.bound is None:
@@ -89,4 +86,10 @@ class Hgrn2(RecurrentAttention):
             # As 1 - k: near 1, where the bounds of higher layers are, f itself would lose what sets it apart from 1. If
             # k rounds to 1, the logarithm stays finite.
             log_f_BHTK = torch.log1p(-k_BHTK.clamp(max=1 - torch.finfo(wide).eps))
-        return Recurrence(q_BHTK.sigmoid(), k_BHTK, F.silu(v_BHTV), log_f_BHTK), None
+        (sums,) = past.keep(sums=Recurrence(k_BHTK, past.values(F.silu(v_BHTV)), log_f_BHTK))
+        return sums.read(q_BHTK.sigmoid())
+
+    def finish(self, y_BHTV: Tensor, x_BTD: Tensor) -> Tensor:
+        """Return `W_o rmsnorm(y)`."""
+        y_BTC = join(rms_normed(y_BHTV, self.norm_weight, self.config.norm_eps).to(x_BTD.dtype))
+        return self.out(F.dropout(y_BTC, self.config.dropout, self.training))

@@ -16,26 +16,25 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from subquad.attention.base import takes_options
-from subquad.attention.scanned import ScannedAttention, check_latents, is_future
-from subquad.state import State
+from subquad.attention.base import Attention, split, takes_options
+from subquad.attention.divided import check_even
+from subquad.attention.memories.running_softmax import RunningSoftmax
+from subquad.attention.past import Past
+from subquad.attention.scanned import check_latents
 
 
-class Latte(ScannedAttention):
+class Latte(Attention):
     """Every earlier token, through latents that each keep one running softmax."""
 
     name = "latte"
     summary = "every earlier token, through latents"
     forms = ("causal", "bidirectional")
-    parallel = True
     paper = "Dolga et al. 2024, arXiv:2402.17512"
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ScannedAttention.Config):
+    class Config(Attention.Config):
         """Options of Latte."""
 
         dropout: float = 0.0
@@ -54,32 +53,24 @@ class Latte(ScannedAttention):
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        latents = config.num_latents or config.dim
-        self.latents = latents // config.num_heads
-        self.query = nn.Linear(config.dim, latents, bias=config.bias)
-        self.key = nn.Linear(config.dim, latents, bias=config.bias)
+        self.latents = (config.num_latents or config.dim) // config.num_heads
+        self.channels = config.dim // config.num_heads
+        self.value = nn.Linear(config.dim, config.dim, bias=config.bias)
+        self.out = nn.Linear(config.dim, config.dim, bias=config.bias)
+        self.query = nn.Linear(config.dim, config.num_heads * self.latents, bias=config.bias)
+        self.key = nn.Linear(config.dim, config.num_heads * self.latents, bias=config.bias)
 
-    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """Mix by the running softmax of every latent; bidirectional, by its softmax over all tokens."""
-        p_BHTL = F.dropout(self.logits(self.query, x_BTD).softmax(-1), self.config.dropout, self.training)
-        return self.softmaxes(p_BHTL, self.logits(self.key, x_BTD), self.values(x_BTD), state, lengths_B)
-
-    def logits(self, project: nn.Linear, x_BTD: Tensor) -> Tensor:
-        """Return logits over the latents `[B, H, T, L / H]`."""
-        logits_BHTL = self.split(project(x_BTD), width=self.latents)
-        return logits_BHTL / math.sqrt(self.channels) if self.config.scale else logits_BHTL
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Read each latent's mean with the query's share of it."""
+        q_BHTL, logits_BHTL = split(self.latents, self.query(x_BTD), self.key(x_BTD))
+        (v_BHTV,) = split(self.channels, self.value(x_BTD))
+        check_even(self, q_BHTL, v_BHTV)
+        if self.config.scale:
+            q_BHTL, logits_BHTL = (x / math.sqrt(self.channels) for x in (q_BHTL, logits_BHTL))
+        (means,) = past.keep(means=RunningSoftmax(logits_BHTL, past.values(v_BHTV), self.dropout_p))
+        return means.read(q_BHTL.softmax(-1))
 
     @property
     def divisible(self) -> tuple[int, ...]:
         """All heads: each has its own latents."""
         return (self.config.num_heads,)
-
-    def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """Return `sum_l p(l | t) p(s | l, t)`; bidirectional, `sum_l p(l | t) p(s | l)`."""
-        p_BHTL, k_BHSL = self.logits(self.query, x_BTD).softmax(-1), self.logits(self.key, x_BTD)
-        if not self.causal:
-            return p_BHTL @ k_BHSL.softmax(-2).mT
-        T = x_BTD.shape[1]
-        k_BHTSL = k_BHSL[:, :, None].expand(-1, -1, T, -1, -1)
-        k_BHTSL = k_BHTSL.masked_fill(is_future(T, x_BTD.device)[..., None], -torch.inf)
-        return torch.einsum("bhtl,bhtsl->bhts", p_BHTL, k_BHTSL.softmax(-2))

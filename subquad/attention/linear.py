@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad.attention.base import takes_options
-from subquad.attention.projected import HeadedAttention
-from subquad.attention.scanned import ScannedAttention
+from subquad.attention.base import Attention, split, takes_options
+from subquad.attention.divided import check_even
+from subquad.attention.memories.recurrence import Recurrence
+from subquad.attention.parts import HeadedConfig, head_norm, normed, output_projection, projection
+from subquad.attention.past import Past
 from subquad.config import later, suggest
 from subquad.layers.positions import ROTARY_BASE, rotate
 from subquad.layers.scaling import RopeScaling, rotated_channels
-from subquad.state import State
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": lambda x: F.elu(x) + 1,
@@ -43,17 +44,16 @@ LEARNED = "learned"
 """Name of the feature map with weights."""
 
 
-class Linear(HeadedAttention, ScannedAttention):
+class Linear(Attention):
     """Every earlier token, weighted by the product of positive features of query and key."""
 
     name = "linear"
     summary = "every earlier token, by positive features"
     forms = ("causal", "bidirectional")
-    parallel = True
     paper = "Katharopoulos et al. 2020, arXiv:2006.16236"
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(HeadedAttention.Config):
+    class Config(HeadedConfig):
         """Options of linear attention."""
 
         dropout: float = 0.0
@@ -103,72 +103,46 @@ class Linear(HeadedAttention, ScannedAttention):
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.query = self.projection(self.channels * config.num_heads)
-        self.key = self.projection(self.channels * config.num_heads)
-        self.add_norms()
-        self.learned = config.feature_map == LEARNED
-        columns = config.feature_dim or self.channels
-        self.features = 2 * columns if self.learned else self.channels
-        if self.learned:
-            first_HKF = torch.eye(self.channels).expand(config.num_heads, -1, -1)
-            if config.feature_dim is not None:
-                # The same for queries and keys: their product is then largest where they agree.
-                first_HKF = torch.randn(config.num_heads, self.channels, columns)
-            self.query_map, self.key_map = nn.Parameter(first_HKF.clone()), nn.Parameter(first_HKF.clone())
+        H, K = config.num_heads, config.channels
+        self.value, self.out = projection(config, H), output_projection(config)
+        self.query, self.key = projection(config, H), projection(config, H)
+        self.query_norm, self.key_norm = head_norm(config), head_norm(config)
+        self.is_distribution = config.eps == 0
+        learned = config.feature_map == LEARNED
+        self.features = 2 * (config.feature_dim or K) if learned else K
+        first_HKF = torch.eye(K).expand(H, -1, -1)
+        if config.feature_dim is not None:
+            # The same for queries and keys: their product is then largest where they agree.
+            first_HKF = torch.randn(H, K, config.feature_dim)
+        self.query_map, self.key_map = (nn.Parameter(first_HKF.clone()) if learned else None for _ in range(2))
 
-    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """Mix by the normalised scan without decay; bidirectional, by sums over all tokens."""
-        seen = self.start(state, x_BTD.shape[1])
-        return self.sums(
-            self.query_features(x_BTD, seen),
-            F.dropout(self.key_features(x_BTD, seen), self.config.dropout, self.training),
-            self.values(x_BTD),
-            state,
-            lengths_B,
-            self.config.eps,
-        )
-
-    def query_features(self, x_BTD: Tensor, start: int | Tensor = 0) -> Tensor:
-        """Return phi of the queries `[B, H, T, features]`."""
-        q_BHTK = self.normed_queries(self.split(self.query(x_BTD), width=self.channels))
-        return self.phi(q_BHTK, self.query_map if self.learned else None, start)
-
-    def key_features(self, x_BTD: Tensor, start: int | Tensor = 0) -> Tensor:
-        """Return phi of the keys `[B, H, T, features]`."""
-        k_BHTK = self.normed_keys(self.split(self.key(x_BTD), width=self.channels))
-        return self.phi(k_BHTK, self.key_map if self.learned else None, start)
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Read the sums of the keys' features with those of the queries."""
+        config, K = self.config, self.config.channels
+        q_BHTK = normed(split(K, self.query(x_BTD))[0], self.query_norm)
+        q_BHTF = self.phi(q_BHTK, self.query_map, past.start)
+        k_BHTK = normed(split(K, self.key(x_BTD))[0], self.key_norm)
+        k_BHTF = F.dropout(self.phi(k_BHTK, self.key_map, past.start), config.dropout, self.training)
+        (v_BHTV,) = split(K, self.value(x_BTD))
+        check_even(self, q_BHTF, v_BHTV)
+        (sums,) = past.keep(sums=Recurrence(k_BHTF, past.values(v_BHTV), normalise=True, eps=config.eps))
+        return sums.read(q_BHTF)
 
     def phi(self, x_BHTK: Tensor, map_HKF: Tensor | None, start: int | Tensor) -> Tensor:
         """Return the features of queries or keys."""
+        config = self.config
         # Contiguous, as the scan wants it: a map of strided heads would be copied after it anyway. And the
         # backward of F.elu and F.softplus on transposed heads fails under torch.compile's aot_eager in torch 2.13.
         x_BHTK = x_BHTK.contiguous()
-        if self.config.rotary:
-            x_BHTK = self.rotated(x_BHTK, start)
+        if config.rotary:
+            channels = rotated_channels(config.channels, config.rope_fraction)
+            x_BHTK = rotate(x_BHTK, start, config.rope_base, channels=channels, scaling=config.rope_scaling)
         if map_HKF is None:
-            return FEATURE_MAPS[self.config.feature_map](x_BHTK)
+            return FEATURE_MAPS[config.feature_map](x_BHTK)
         x_BHTF = x_BHTK @ map_HKF
         return torch.cat([x_BHTF.softmax(-1), (-x_BHTF).softmax(-1)], -1)
-
-    def rotated(self, x_BHTK: Tensor, start: int | Tensor) -> Tensor:
-        """Rotate `x` by its positions."""
-        config = self.config
-        channels = rotated_channels(self.channels, config.rope_fraction)
-        return rotate(x_BHTK, start, config.rope_base, channels=channels, scaling=config.rope_scaling)
-
-    def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """Return `phi(q_t) . phi(k_s)` (for `s <= t` if causal) over its sum plus eps."""
-        w_BHTS = self.query_features(x_BTD) @ self.key_features(x_BTD).mT
-        w_BHTS = w_BHTS.tril() if self.causal else w_BHTS
-        total_BHT1 = w_BHTS.sum(-1, keepdim=True) + self.config.eps
-        return w_BHTS / torch.where(total_BHT1 == 0, 1.0, total_BHT1)
 
     @property
     def divisible(self) -> tuple[int, ...]:
         """All heads: each has its own features."""
         return (self.config.num_heads,)
-
-    @property
-    def is_distribution(self) -> bool:
-        """Whether eps is zero, so that rows sum to one."""
-        return self.config.eps == 0

@@ -33,6 +33,7 @@ class Linformer(ScannedAttention):
     paper = "Wang et al. 2020, arXiv:2006.04768"
     forms = ("bidirectional",)
     sees_order = True
+    is_distribution = False  # the rows of F have no fixed sum
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ScannedAttention.Config):
@@ -89,11 +90,6 @@ class Linformer(ScannedAttention):
         k_BHKC = e_HKT @ self.split(self.key(x_BTD))
         scores_BHTK = self.split(self.query(x_BTD)) @ k_BHKC.mT / math.sqrt(self.channels)
         return scores_BHTK.softmax(-1) @ f_HKT
-
-    @property
-    def is_distribution(self) -> bool:
-        """False: the rows of F have no fixed sum."""
-        return False
 
 
 @without_autocast

@@ -17,14 +17,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from subquad.attention.base import takes_options
-from subquad.attention.sinks import SinkAttention
+from torch import Tensor, nn
+
+from subquad.attention.base import Attention, takes_options
+from subquad.attention.memories.key_values import Sight
+from subquad.attention.parts import SinkConfig, add_sink, add_softmax_projections, divisible_heads, softmax_over
+from subquad.attention.past import Past
 from subquad.ops.patterns import Blocks, Segments, Shifted, SinkTokens
 
 PRINTED = ("first_block_projections", "shared_kv", "key_norm", "split_output")
 
 
-class Llp(SinkAttention):
+class Llp(Attention):
     """The query's half segment, causally, and the whole one before it."""
 
     name = "llp"
@@ -32,9 +36,11 @@ class Llp(SinkAttention):
     paper = "Mahmood and Huang 2024, arXiv:2412.06106"
     forms = ("causal", "bidirectional")
     softmax_reach = "segment"
+    rotates = True
+    rings = True
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(SinkAttention.Config):
+    class Config(SinkConfig):
         """Options of LLP."""
 
         segment: int = 256
@@ -59,14 +65,26 @@ class Llp(SinkAttention):
             return super().identity() | dict.fromkeys(PRINTED, False)
 
     config: Config
+    sink_logits: nn.Parameter | None
 
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        add_softmax_projections(self, config)
+        add_sink(self, config)
         c = config.segment // 2
-        self.patterns = (Segments(size=c) if config.causal else Blocks(size=c, back=1, ahead_blocks=1),)
+        near = [Segments(size=c) if config.causal else Blocks(size=c, back=1, ahead_blocks=1)]
         if config.shifted_heads:
-            self.patterns += (Shifted(size=c, shift=c // 2, back=1),)
-        if config.sinks:
-            offsets = (0, c - c // 2)[: len(self.patterns)]
-            self.far = tuple(SinkTokens(count=config.sinks, back=1, size=c, offset=offset) for offset in offsets)
+            near.append(Shifted(size=c, shift=c // 2, back=1))
+        offsets = (0, c - c // 2)[: len(near)] if config.sinks else ()
+        far = tuple(SinkTokens(count=config.sinks, back=1, size=c, offset=offset) for offset in offsets)
+        self.sight = Sight(tuple((pattern,) for pattern in near), far, config.sinks)
+
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Read the keys in sight."""
+        return softmax_over(self, self.sight, x_BTD, past, self.sink_logits)
+
+    @property
+    def divisible(self) -> tuple[int, ...]:
+        """Query heads and key heads."""
+        return divisible_heads(self.config, self.sight)

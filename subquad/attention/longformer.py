@@ -18,6 +18,7 @@ from torch import Tensor
 
 from subquad.attention.base import takes_options
 from subquad.attention.blocked import BlockedAttention
+from subquad.attention.memories.key_values import Sight
 from subquad.attention.sharing import added
 from subquad.layers.positions import positions
 from subquad.ops import merge_attention
@@ -68,6 +69,7 @@ class Longformer(BlockedAttention):
             after = config.width - 1 - before
             self.patterns = (Band(before=before, after=after),)
             self.far = Globals(count=count, back=before, ahead_blocks=after)
+        self.sight = Sight(((*self.patterns, self.far),))
         self.global_patterns = (Segments(size=count, back=0) if config.causal else Full(),)
         self.global_query = self.projection(self.q_dim)
         self.global_key = self.projection(self.kv_dim)

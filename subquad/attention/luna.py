@@ -75,10 +75,12 @@ class Luna(ScannedAttention):
                 )
 
     config: Config
+    key: nn.Linear | None  # type: ignore[assignment]
 
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        self.is_distribution = not config.causal
         self.pack_heads = config.pack_heads or config.num_heads
         self.pack_query = nn.Linear(config.dim, config.dim, bias=config.bias)
         self.pack_value = nn.Linear(config.dim, config.dim, bias=config.bias)
@@ -212,11 +214,6 @@ class Luna(ScannedAttention):
     def weight_heads(self) -> int:
         """Number of weight matrices: H, or H G in the bidirectional form, one for each head and pack head."""
         return self.config.num_heads * (1 if self.causal else self.pack_heads)
-
-    @property
-    def is_distribution(self) -> bool:
-        """Whether rows sum to one: only in the bidirectional form."""
-        return not self.causal
 
     def exemptions(self) -> dict[int, str]:
         """Return the exempt laws: the bidirectional form changes the memory that it hands on."""

@@ -18,21 +18,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad.attention.base import takes_options
-from subquad.attention.recurrence import Recurrence
-from subquad.attention.recurrent import DecayRate, RecurrentAttention
-from subquad.state import State
+from subquad.attention.base import Attention, join, takes_options
+from subquad.attention.memories.recurrence import Recurrence, at_least_float32
+from subquad.attention.past import Past
+from subquad.attention.recurrent import DecayRate, RecurrentConfig, add_projections, convolution_of, convolved_heads
 
 
-class Mamba2(RecurrentAttention):
+class Mamba2(Attention):
     """Every earlier token, by a product that fades by head at rates that depend on the tokens."""
 
     name = "mamba2"
     summary = "every earlier token, fading by head as tokens say"
     paper = "Dao & Gu 2024, arXiv:2405.21060"
+    sees_order = True
+    is_distribution = False
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(RecurrentAttention.Config):
+    class Config(RecurrentConfig):
         """Options of Mamba-2."""
 
         key_channels: ClassVar[None] = None  # type: ignore[misc]
@@ -80,28 +82,26 @@ class Mamba2(RecurrentAttention):
 
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
-        super().__init__(config, taps=config.convolution, taps_bias=True)
-        self.gating = self.projection(config.values * config.num_heads)
-        self.stepping = self.projection(config.num_heads)
+        super().__init__(config)
+        add_projections(self, config)
+        self.norm_weight = nn.Parameter(torch.ones(config.values * config.num_heads))
+        self.convolution = convolution_of(config, config.convolution, bias=True)
+        self.gating = nn.Linear(config.dim, config.values * config.num_heads, bias=config.bias)
+        self.stepping = nn.Linear(config.dim, config.num_heads, bias=config.bias)
         self.rate = DecayRate(config.num_heads)
         self.skip = nn.Parameter(torch.ones(config.num_heads))
 
-    def new_norm_weight(self) -> nn.Parameter:
-        """Return the weights of the norm, one for each channel of all heads."""
-        return nn.Parameter(torch.ones(self.config.values * self.config.num_heads))
-
-    def recurrence(
-        self, x_BTD: Tensor, state: State | None = None, lengths_B: Tensor | None = None
-    ) -> tuple[Recurrence, Tensor | None]:
-        """Return the gated scan with one decay, one step and one skip a head."""
-        q, k, v, last_BSC = self.projected(x_BTD, state, lengths_B)
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Read the gated scan with one decay and one step a head, and add the skip."""
+        q_BGTK, k_BGTK, v_BHTV = convolved_heads(self, x_BTD, past)
         log_f_BHT1, step_BHT1 = self.rate(self.stepping(x_BTD), self.config.step_limits)
-        return Recurrence(q, k, v, log_f_BHT1, step_BHT1=step_BHT1, skip_H11=self.skip[:, None, None]), last_BSC
+        v_BHTV = past.values(v_BHTV)
+        (sums,) = past.keep(sums=Recurrence(k_BGTK, step_BHT1 * at_least_float32(v_BHTV), log_f_BHT1))
+        return sums.read(q_BGTK) + self.skip[:, None, None] * at_least_float32(v_BHTV)
 
     def finish(self, y_BHTV: Tensor, x_BTD: Tensor) -> Tensor:
         """Return `W_o rmsnorm(y * silu(W_z x))`."""
-        y_BTC = self.join(y_BHTV) * F.silu(self.gating(x_BTD).to(y_BHTV.dtype))
+        y_BTC = join(y_BHTV) * F.silu(self.gating(x_BTD).to(y_BHTV.dtype))
         y_BTGC = y_BTC.unflatten(-1, (self.config.groups, -1))
-        assert self.norm_weight is not None
         y_BTC = F.rms_norm(y_BTGC, y_BTGC.shape[-1:], eps=self.config.norm_eps).flatten(2) * self.norm_weight
         return self.out(F.dropout(y_BTC.to(x_BTD.dtype), self.config.dropout, self.training))

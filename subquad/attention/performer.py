@@ -26,12 +26,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad.attention.base import takes_options
-from subquad.attention.projected import HeadedAttention
-from subquad.attention.scanned import ScannedAttention, is_future, real_mask, real_rows, softmax_state, widened
+from subquad.attention.base import Attention, split, takes_options
+from subquad.attention.divided import check_even
+from subquad.attention.memories.recurrence import Recurrence
+from subquad.attention.memories.running_softmax import RunningSoftmax, Tensors, is_future, real_rows, widened
+from subquad.attention.parts import HeadedConfig, head_norm, normed, output_projection, projection
+from subquad.attention.past import Past
 from subquad.ops.backends import without_autocast
 from subquad.ops.softmax import running_logsumexp
-from subquad.state import State
 
 logger = logging.getLogger(__name__)
 RELU_FLOOR = 1e-3
@@ -48,17 +50,16 @@ def _warn_not_redrawn(interval: int) -> None:
     )
 
 
-class Performer(HeadedAttention, ScannedAttention):
+class Performer(Attention):
     """Softmax attention to every earlier token, its exponential kernel estimated by random features."""
 
     name = "performer"
     summary = "every earlier token, by random features of softmax"
     paper = "Choromanski et al. 2020, arXiv:2009.14794"
     forms = ("causal", "bidirectional")
-    parallel = True
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(HeadedAttention.Config):
+    class Config(HeadedConfig):
         """Options of Performer."""
 
         dropout: float = 0.0
@@ -80,58 +81,36 @@ class Performer(HeadedAttention, ScannedAttention):
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.query = self.projection(self.channels * config.num_heads)
-        self.key = self.projection(self.channels * config.num_heads)
-        self.add_norms()
-        K = self.channels
+        H, K = config.num_heads, config.channels
+        self.value, self.out = projection(config, H), output_projection(config)
+        self.query, self.key = projection(config, H), projection(config, H)
+        self.query_norm, self.key_norm = head_norm(config), head_norm(config)
         self.unheard = 0 if config.redraw_interval else None
         """Training passes so far, until `after_step` is first called (None)."""
         self.features = config.features or max(K, int(K * math.log(K)))
         # Saved with the model: a state can't be used with other directions.
         self.register_buffer("directions", orthogonal_directions(self.features, K).to(torch.get_default_dtype()))
 
-    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """Mix by the running softmax of each feature, or by sums of relu features."""
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Read the running softmax of each feature, or the sums of relu features."""
         if self.unheard is not None and self.training:
             self.count_pass()
-        q_BHTR, k_BHTR = self.projected(x_BTD)
-        dropout = self.config.dropout
-        if self.config.kernel == "relu":
-            k_BHTR = F.dropout(k_BHTR, dropout, self.training)
-            return self.sums(q_BHTR, k_BHTR, self.values(x_BTD), state, lengths_B)
-        v_BHTV = self.values(x_BTD)
-        state = self.softmaxes_to_here(state, k_BHTR, v_BHTV)
-        p_BHTR = (q_BHTR + self.normaliser(k_BHTR, state, lengths_B)).softmax(-1)
-        p_BHTR = F.dropout(p_BHTR, dropout, self.training)
-        return self.softmaxes(p_BHTR, k_BHTR, v_BHTV, state, lengths_B)
-
-    def projected(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return features of queries and keys, `[B, H, T, R]`, float32 or wider: logarithms, or relu's values."""
-        q_BHTK = self.normed_queries(self.split(self.query(x_BTD), width=self.channels))
-        k_BHTK = self.normed_keys(self.split(self.key(x_BTD), width=self.channels))
-        if self.config.kernel == "relu":
+        config, K = self.config, self.config.channels
+        q_BHTK = normed(split(K, self.query(x_BTD))[0], self.query_norm)
+        k_BHTK = normed(split(K, self.key(x_BTD))[0], self.key_norm)
+        (v_BHTV,) = split(K, self.value(x_BTD))
+        check_even(self, q_BHTK, v_BHTV)
+        if config.kernel == "relu":
             q_BHTR, k_BHTR = (along(x, self.directions).relu() + RELU_FLOOR for x in (q_BHTK, k_BHTK))
-            return q_BHTR, k_BHTR
-        half_square_BHT1 = widened(k_BHTK)[0].square().sum(-1, keepdim=True) / (2 * math.sqrt(self.channels))
-        return along(q_BHTK, self.directions), along(k_BHTK, self.directions) - half_square_BHT1
-
-    def normaliser(self, k_BHTR: Tensor, state: State | None, lengths_B: Tensor | None) -> Tensor:
-        """Return Z, the logsumexp of the keys' features, `[B, H, T, R]`; over all tokens `[B, H, 1, R]`."""
-        if not self.causal:
-            mask_BT = real_mask(lengths_B, k_BHTR.shape[2])
-            return real_rows(k_BHTR, mask_BT, torch.finfo(k_BHTR.dtype).min).logsumexp(-2, keepdim=True)
-        before = softmax_state(state)
-        return running_logsumexp(k_BHTR, state=None if before is None else before.lse)
-
-    def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """Return `A_ts` over its sum, computed from log A."""
-        q_BHTR, k_BHSR = self.projected(x_BTD)
-        if self.config.kernel == "relu":
-            q_BHTR, k_BHSR = q_BHTR.log(), k_BHSR.log()
-        log_BHTS = (q_BHTR[:, :, :, None] + k_BHSR[:, :, None]).logsumexp(-1)
-        if self.causal:
-            log_BHTS = log_BHTS.masked_fill(is_future(x_BTD.shape[1], x_BTD.device), -torch.inf)
-        return log_BHTS.softmax(-1).to(x_BTD.dtype)
+            k_BHTR = F.dropout(k_BHTR, self.dropout_p)
+            v_BHTV = past.values(v_BHTV)
+            (sums,) = past.keep(sums=Recurrence(k_BHTR, v_BHTV, normalise=True))
+            return sums.read(q_BHTR)
+        half_square_BHT1 = widened(k_BHTK)[0].square().sum(-1, keepdim=True) / (2 * math.sqrt(K))
+        q_BHTR, k_BHTR = along(q_BHTK, self.directions), along(k_BHTK, self.directions) - half_square_BHT1
+        v_BHTV = past.values(v_BHTV)
+        (means,) = past.keep(means=FeatureMeans(k_BHTR, v_BHTV, self.dropout_p))
+        return means.read(q_BHTR)
 
     @property
     def divisible(self) -> tuple[int, ...]:
@@ -159,6 +138,28 @@ class Performer(HeadedAttention, ScannedAttention):
         self.unheard = None
         if self.config.redraw_interval and step % self.config.redraw_interval == 0:
             self.redraw()
+
+
+class FeatureMeans(RunningSoftmax):
+    """The means of the features; `read(q)` gives feature r the share `softmax_r(q_tr + Z_tr)`, Z its log-normaliser."""
+
+    def read(self, q_BHTR: Tensor, before: Tensors | None, at: Past) -> tuple[Tensor, Tensors]:
+        """Return the outputs and the state after these tokens."""
+        Z_BHTR = running_logsumexp(self.logits, state=None if before is None else before[0])
+        return super().read((q_BHTR + Z_BHTR).softmax(-1), before, at)
+
+    def read_all(self, q_BHTR: Tensor, at: Past) -> Tensor:
+        """Return the outputs of the softmax over all real tokens."""
+        floor = torch.finfo(self.logits.dtype).min
+        Z_BH1R = real_rows(self.logits, at.mask, floor).logsumexp(-2, keepdim=True)
+        return super().read_all((q_BHTR + Z_BH1R).softmax(-1), at)
+
+    def literal(self, q_BHTR: Tensor, causal: bool) -> Tensor:
+        """Return the product of the weights `A_ts` over their sums, from log A, and the values."""
+        log_BHTS = (q_BHTR[:, :, :, None] + self.logits[:, :, None]).logsumexp(-1)
+        if causal:
+            log_BHTS = log_BHTS.masked_fill(is_future(log_BHTS.shape[-1], log_BHTS.device), -torch.inf)
+        return log_BHTS.softmax(-1).to(self.v.dtype) @ self.v
 
 
 def orthogonal_directions(features: int, channels: int) -> Tensor:

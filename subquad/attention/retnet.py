@@ -16,23 +16,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad.attention.base import takes_options
-from subquad.attention.recurrence import Recurrence
-from subquad.attention.recurrent import RecurrentAttention
+from subquad.attention.base import Attention, join, takes_options
+from subquad.attention.memories.recurrence import Recurrence
+from subquad.attention.past import Past
+from subquad.attention.recurrent import RecurrentConfig, add_projections, heads_of
 from subquad.config import later
 from subquad.layers.positions import ROTARY_BASE, rotate
-from subquad.state import State
 
 
-class Retnet(RecurrentAttention):
+class Retnet(Attention):
     """Every earlier token, by a product that fades at a fixed rate for each head."""
 
     name = "retnet"
     summary = "every earlier token, fading by head"
     paper = "Sun et al. 2023, arXiv:2307.08621"
+    sees_order = True
+    is_distribution = False
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(RecurrentAttention.Config):
+    class Config(RecurrentConfig):
         """Options of retention."""
 
         rope_base: float = later(ROTARY_BASE)
@@ -55,25 +57,18 @@ class Retnet(RecurrentAttention):
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.gating = self.projection(config.values * config.num_heads)
+        add_projections(self, config)
+        self.gating = nn.Linear(config.dim, config.values * config.num_heads, bias=config.bias)
         for project, gain in ((self.query, 2**-2.5), (self.key, 2**-2.5), (self.value, 2**-2.5), (self.out, 2**-1)):
             nn.init.xavier_uniform_(project.weight, gain)
 
-    def new_norm_weight(self) -> None:
-        """Return None: the norm has no weights."""
-
-    def normed(self, y_BHTV: Tensor) -> Tensor:
-        """Return the layer norm of a head's outputs."""
-        return F.layer_norm(y_BHTV, y_BHTV.shape[-1:], eps=self.config.norm_eps)
-
-    def recurrence(
-        self, x_BTD: Tensor, state: State | None = None, lengths_B: Tensor | None = None
-    ) -> tuple[Recurrence, Tensor | None]:
-        """Return the gated scan of rotated queries and keys."""
-        q, k, v, _ = self.projected(x_BTD, state, lengths_B)
-        start, base = self.start(state, x_BTD.shape[1]), self.config.rope_base
-        q = rotate(q, start, base) * self.config.keys**-0.5
-        return Recurrence(q, rotate(k, start, base), v, self.log_decays(v)), None
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Read the gated scan of rotated keys with rotated queries."""
+        q_BHTK, k_BHTK, v_BHTV = heads_of(self, x_BTD)
+        q_BHTK = rotate(q_BHTK, past.start, self.config.rope_base) * self.config.keys**-0.5
+        k_BHTK = rotate(k_BHTK, past.start, self.config.rope_base)
+        (sums,) = past.keep(sums=Recurrence(k_BHTK, past.values(v_BHTV), self.log_decays(v_BHTV)))
+        return sums.read(q_BHTK)
 
     def log_decays(self, v_BHTV: Tensor) -> Tensor:
         """Return `log(1 - 2^(-5-h))`, one number a head, as `[B, H, T, 1]`."""
@@ -81,6 +76,8 @@ class Retnet(RecurrentAttention):
         wide = torch.promote_types(v_BHTV.dtype, torch.float32)
         return torch.tensor(rates, dtype=wide, device=v_BHTV.device)[:, None, None].expand(*v_BHTV.shape[:3], 1)
 
-    def gate(self, x_BTD: Tensor) -> Tensor:
-        """Return `silu(W_g x)`."""
-        return F.silu(self.gating(x_BTD))
+    def finish(self, y_BHTV: Tensor, x_BTD: Tensor) -> Tensor:
+        """Return `W_o (groupnorm(y) * silu(W_g x))`."""
+        y_BTC = join(F.layer_norm(y_BHTV, y_BHTV.shape[-1:], eps=self.config.norm_eps).to(x_BTD.dtype))
+        y_BTC = y_BTC * F.silu(self.gating(x_BTD))
+        return self.out(F.dropout(y_BTC, self.config.dropout, self.training))

@@ -42,7 +42,7 @@ class SharedSequences(nn.Module):
                 "(its class does not set parallel = True)"
             )
 
-    def check_part(self, state: State | None, padding: object, doc_ids: object) -> None:
+    def check_part(self, state: object, padding: object, doc_ids: object) -> None:
         """Raise `ValueError` for arguments that this layer can't take in an active group."""
         self.check_shared()
         check_whole(state, padding, doc_ids)
@@ -71,7 +71,7 @@ class SharedSequences(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define sent (it has parallel = True)")
 
 
-def check_whole(state: State | None, padding: object, doc_ids: object) -> None:
+def check_whole(state: object, padding: object, doc_ids: object) -> None:
     """Raise `ValueError` for a state, padding or documents together with a shared sequence."""
     if state is not None:
         raise ValueError(

@@ -19,23 +19,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from subquad.attention.base import takes_options
-from subquad.attention.blocked import BlockedAttention, Places
-from subquad.ops.patterns import Pattern, Segments
+from subquad.attention.base import Attention, takes_options
+from subquad.attention.memories.key_values import KeyValues, Sight
+from subquad.attention.parts import SoftmaxConfig, add_softmax_projections, softmax_heads, softmax_over
+from subquad.attention.past import Past
+from subquad.ops.patterns import Segments
 from subquad.ops.patterns import Shifted as ShiftedPattern
 
 
-class Shifted(BlockedAttention):
+class Shifted(Attention):
     """Its group of tokens, causally; half of the heads have other groups."""
 
     name = "shifted"
+    rotates = True
     rings = True
     summary = "its group; half of the heads have moved groups"
     paper = "Chen et al. 2023, arXiv:2309.12307"
     exempting = {"wrap": True}  # noqa: RUF012 (read only)
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(BlockedAttention.Config):
+    class Config(SoftmaxConfig):
         """Options of shifted attention."""
 
         group: int = 256
@@ -57,8 +60,10 @@ class Shifted(BlockedAttention):
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        add_softmax_projections(self, config)
         own = Segments(size=config.group, back=0)
-        self.patterns = (own, own if config.wrap else ShiftedPattern(size=config.group, shift=config.group // 2))
+        moved = own if config.wrap else ShiftedPattern(size=config.group, shift=config.group // 2)
+        self.sight = Sight(((own,), (moved,)))
         self.causal = not config.wrap
 
     def exemptions(self) -> dict[int, str]:
@@ -69,28 +74,26 @@ class Shifted(BlockedAttention):
         whole = "wrap=True takes whole groups without padding only"
         return {3: leak, 4: leak, 5: leak, 7: whole, 8: whole, 9: leak, 15: whole}
 
-    def attend_slots(
-        self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, patterns: tuple[Pattern, ...], places: Places
-    ) -> Tensor:
-        """Attend; with wrap=True the last half of the heads is rolled before and rolled back after."""
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Read the keys in sight; with wrap=True the last half of the heads is rolled before and rolled back after."""
         if not self.config.wrap:
-            return super().attend_slots(q_BHTK, k_BGSK, v_BGSK, patterns, places)
-        if places.lengths is not None or q_BHTK.shape[2] % self.config.group:
+            return softmax_over(self, self.sight, x_BTD, past)
+        if past.lengths is not None or x_BTD.shape[1] % self.config.group:
             raise ValueError(
                 f"wrap=True takes sequences of whole groups of {self.config.group} tokens without padding, "
-                f"got {q_BHTK.shape[2]} tokens{'' if places.lengths is None else ' with padding'}"
+                f"got {x_BTD.shape[1]} tokens{'' if past.lengths is None else ' with padding'}"
             )
-        q, k, v = (self.rolled(x, -1) for x in (q_BHTK, self.shared(k_BGSK), self.shared(v_BGSK)))
-        return self.rolled(super().attend_slots(q, k, v, patterns, places), 1)
+        q_BHTK, k_BGTK, v_BGTK = softmax_heads(self, x_BTD, past.start)
+        share = q_BHTK.shape[1] // k_BGTK.shape[1]
+        k_BHTK, v_BHTK = (x.repeat_interleave(share, 1) for x in (k_BGTK, past.values(v_BGTK)))
+        half = self.config.group // 2
+        q_BHTK, k_BHTK, v_BHTK = (rolled(x, -half) for x in (q_BHTK, k_BHTK, v_BHTK))
+        (near,) = past.keep(near=KeyValues(k_BHTK, v_BHTK, self.sight, self.dropout_p))
+        return rolled(near.read(q_BHTK), half)
 
-    def rolled(self, x_BHTK: Tensor, sign: int) -> Tensor:
-        """Roll the last half of the heads by half a group, forwards or backwards."""
-        plain, moved = x_BHTK.split(self.heads_of(self.patterns), 1)
-        return torch.cat([plain, moved.roll(sign * (self.config.group // 2), 2)], 1)
 
-    def pattern_weights(self, q_BHTK: Tensor, k_BGSK: Tensor) -> Tensor:
-        """Return the weights; with wrap=True rolled back to the order of the tokens."""
-        if not self.config.wrap:
-            return super().pattern_weights(q_BHTK, k_BGSK)
-        w_BHTS = super().pattern_weights(self.rolled(q_BHTK, -1), self.rolled(self.shared(k_BGSK), -1))
-        return self.rolled(self.rolled(w_BHTS, 1).mT, 1).mT
+def rolled(x_BHTK: Tensor, tokens: int) -> Tensor:
+    """Roll the last half of the heads by some tokens."""
+    moved = x_BHTK.shape[1] // 2
+    plain_BHTK, moved_BHTK = x_BHTK.split([x_BHTK.shape[1] - moved, moved], 1)
+    return torch.cat([plain_BHTK, moved_BHTK.roll(tokens, 2)], 1)

@@ -16,16 +16,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from subquad.attention.base import takes_options
-from subquad.attention.blocked import BlockedAttention
-from subquad.ops.patterns import Segments, Window
+from torch import Tensor
+
+from subquad.attention.base import Attention, takes_options
+from subquad.attention.memories.key_values import Sight
+from subquad.attention.parts import SoftmaxConfig, add_softmax_projections, softmax_over
+from subquad.attention.past import Past
+from subquad.ops.patterns import Pattern, Segments, Window
 from subquad.ops.patterns import Strided as StridedPattern
 from subquad.ops.patterns.sparse import Columns
 
 Kind = Literal["strided", "fixed"]
 
 
-class Strided(BlockedAttention):
+class Strided(Attention):
     """Half of the heads see what is near, half every `stride`-th token or a column of each block; all keys are kept."""
 
     name = "strided"
@@ -33,9 +37,10 @@ class Strided(BlockedAttention):
     paper = "Child et al. 2019, arXiv:1904.10509"
     cost_order = "quadratic"
     state_grows = True
+    rotates = True
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(BlockedAttention.Config):
+    class Config(SoftmaxConfig):
         """Options of the Sparse Transformer's patterns."""
 
         stride: int = 128
@@ -58,12 +63,14 @@ class Strided(BlockedAttention):
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        add_softmax_projections(self, config)
         if config.kind == "strided":
-            self.patterns = (Window(width=config.stride + 1), StridedPattern(stride=config.stride))
+            near: tuple[Pattern, Pattern] = Window(width=config.stride + 1), StridedPattern(stride=config.stride)
         else:
-            self.patterns = (Segments(size=config.stride, back=0), Columns(size=config.stride, last=config.columns))
+            near = Segments(size=config.stride, back=0), Columns(size=config.stride, last=config.columns)
+        self.sight = Sight(tuple((pattern,) for pattern in near))
+        self.is_distribution = config.kind == "strided"  # fixed: rows before the first column see nothing
 
-    @property
-    def is_distribution(self) -> bool:
-        """Whether every row sums to one: with kind=fixed, rows before the first column see nothing."""
-        return self.config.kind == "strided"
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Read the keys in sight."""
+        return softmax_over(self, self.sight, x_BTD, past)

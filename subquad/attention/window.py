@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from subquad.attention.base import takes_options
-from subquad.attention.sinks import SinkAttention
+from torch import Tensor, nn
+
+from subquad.attention.base import Attention, takes_options
+from subquad.attention.memories.key_values import Sight
+from subquad.attention.parts import SinkConfig, add_sink, add_softmax_projections, divisible_heads, softmax_over
+from subquad.attention.past import Past
 from subquad.ops.patterns import Band, Sinks
 from subquad.ops.patterns import Window as WindowPattern
 
 
-class Window(SinkAttention):
+class Window(Attention):
     """The last `width` tokens, the query's own included; the state keeps `width - 1` keys and values."""
 
     name = "window"
@@ -23,9 +27,11 @@ class Window(SinkAttention):
     paper = "Beltagy et al. 2020, arXiv:2004.05150"
     forms = ("causal", "bidirectional")
     softmax_reach = "width"
+    rotates = True
+    rings = True
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(SinkAttention.Config):
+    class Config(SinkConfig):
         """Options of sliding-window attention."""
 
         width: int = 256
@@ -35,11 +41,24 @@ class Window(SinkAttention):
             super().__post_init__()
             self.check_least(width=1)
 
+    config: Config
+    sink_logits: nn.Parameter | None
+
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        add_softmax_projections(self, config)
+        add_sink(self, config)
         before = config.width // 2
         band = Band(before=before, after=config.width - 1 - before)
-        self.patterns = (WindowPattern(width=config.width) if config.causal else band,)
-        if config.sinks:
-            self.far = (Sinks(count=config.sinks, back=config.width - 1),)
+        far = (Sinks(count=config.sinks, back=config.width - 1),) if config.sinks else ()
+        self.sight = Sight(((WindowPattern(width=config.width) if config.causal else band,),), far, config.sinks)
+
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Read the keys in sight."""
+        return softmax_over(self, self.sight, x_BTD, past, self.sink_logits)
+
+    @property
+    def divisible(self) -> tuple[int, ...]:
+        """Query heads and key heads."""
+        return divisible_heads(self.config, self.sight)

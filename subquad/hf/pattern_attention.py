@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
 from subquad.attention import build, names
-from subquad.attention.blocked import BlockedAttention
 from subquad.config import suggest
 from subquad.ops import block_attention_with_lse, merge_attention
 from subquad.ops.patterns import Pattern
@@ -90,8 +89,8 @@ def _parts(name: str, num_heads: int, options: tuple[tuple[str, int | str, type]
     values: dict[str, Any] = {option: value for option, value, _ in options}
     with torch.device("meta"):  # only its patterns are needed
         layer = build(name, dim=2 * num_heads, num_heads=num_heads, **values)
-    assert isinstance(layer, BlockedAttention)
-    return tuple(Part(heads, union) for heads, union in layer.unions(0))
+    sight: Any = layer.sight
+    return tuple(Part(heads, union) for heads, union in sight.unions(num_heads))
 
 
 class Standing(NamedTuple):

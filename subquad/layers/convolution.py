@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 class ShortConvolution(nn.Module):
@@ -25,27 +24,11 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, width).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
 
-    def forward(self, x_BTC: Tensor, before_BSC: Tensor | None = None) -> Tensor:
-        """Return the filtered tokens; `before` holds at most W - 1 earlier ones, and zeros stand for any others."""
-        x, T = self.extended(x_BTC, before_BSC), x_BTC.shape[1]
-        weight_WC = self.weight.t().contiguous()
-        y_BTC = x[:, :T] * weight_WC[0]
+    def forward(self, x_BSC: Tensor) -> Tensor:
+        """Return the filtered tokens `[B, T, C]` of `[B, W - 1 + T, C]`, the W - 1 tokens before them first."""
+        weight_WC, T = self.weight.t().contiguous(), x_BSC.shape[1] - self.width + 1
+        y_BTC = x_BSC[:, :T] * weight_WC[0]
         for tap in range(1, self.width):
-            y_BTC = y_BTC.addcmul_(
-                x[:, tap : tap + T], weight_WC[tap]
-            )  # in place: tokens are read from memory once less
+            # In place: tokens are read from memory once less.
+            y_BTC = y_BTC.addcmul_(x_BSC[:, tap : tap + T], weight_WC[tap])
         return y_BTC if self.bias is None else y_BTC + self.bias
-
-    def extended(self, x_BTC: Tensor, before_BSC: Tensor | None) -> Tensor:
-        """Return the tokens after the W - 1 before them."""
-        have = 0 if before_BSC is None else before_BSC.shape[1]
-        x = x_BTC if before_BSC is None else torch.cat([before_BSC.to(x_BTC.dtype), x_BTC], 1)
-        return F.pad(x, (0, 0, self.width - 1 - have, 0))
-
-    def last(self, x_BTC: Tensor, before_BSC: Tensor | None, lengths_B: Tensor | None) -> Tensor:
-        """Return the last W - 1 tokens, of which the first `lengths_B` of a row are real (None: all)."""
-        x, T = self.extended(x_BTC, before_BSC), x_BTC.shape[1]
-        if lengths_B is None:
-            return x[:, T:].clone()
-        places_BW = lengths_B[:, None] + torch.arange(self.width - 1, device=x.device)
-        return x.gather(1, places_BW[..., None].expand(-1, -1, x.shape[2]))

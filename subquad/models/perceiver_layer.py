@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.divided import check_divided, uneven
+from subquad.attention.base import join
+from subquad.attention.divided import check_divided
 from subquad.attention.full import Full
+from subquad.attention.parts import check_shared, keys, queries, values
 from subquad.models.blocks import Block
 from subquad.models.matrices import WeightMatrix
 from subquad.models.perceiver_window import History, Number
@@ -55,19 +57,18 @@ class LatentAttention(Full):
         `pattern` counts slots: the first query is at `q_start`, the first key at `k_start`; negative slots are empty.
         """
         check_divided(self)
-        q_BHMK, k_BHSK = (at_places(project, z_BMD, places) for project in (self.queries, self.keys))
-        if q_BHMK.shape[1] != k_BHSK.shape[1] * self.sharing:
-            raise uneven(self, q_BHMK.shape[1], k_BHSK.shape[1])
-        v_BHSK = self.kv_values(z_BMD)
+        q_BHMK, k_BHSK = at_places(queries, self, z_BMD, places), at_places(keys, self, z_BMD, places)
+        check_shared(self, q_BHMK, k_BHSK)
+        v_BHSK = values(self, z_BMD)
         if history is not None:
-            kept = at_places(self.keys, *history), self.kv_values(history[0])
+            kept = at_places(keys, self, *history), values(self, history[0])
         if kept is not None:
             k_BHSK = torch.cat([kept[0].to(k_BHSK.dtype), k_BHSK], 2)
             v_BHSK = torch.cat([kept[1].to(v_BHSK.dtype), v_BHSK], 2)
         y_BHMK = block_attention(
             q_BHMK, k_BHSK, v_BHSK, pattern, q_start=q_start, k_start=k_start, dropout_p=self.dropout_p
         )
-        return Attended(self.merge(y_BHMK), q_BHMK, k_BHSK, v_BHSK)
+        return Attended(self.out(join(y_BHMK)), q_BHMK, k_BHSK, v_BHSK)
 
     if TYPE_CHECKING:
         __call__ = forward  # type: ignore[assignment]
@@ -111,12 +112,14 @@ class LatentBlock(Block):
         __call__ = forward  # type: ignore[assignment]
 
 
-def at_places(project: Callable[[Tensor, Number], Tensor], x_BSD: Tensor, places: Number) -> Tensor:
+def at_places(
+    project: Callable[[Any, Tensor, Number], Tensor], layer: LatentAttention, x_BSD: Tensor, places: Number
+) -> Tensor:
     """Return queries or keys `[B, H, S, K]` of vectors at `places`, which need not be consecutive."""
     if isinstance(places, int) or places.ndim == 1:
-        return project(x_BSD, places)
+        return project(layer, x_BSD, places)
     B, S, _ = x_BSD.shape
-    alone = project(x_BSD.reshape(B * S, 1, -1), places.reshape(-1))  # [B * S, H, 1, K]
+    alone = project(layer, x_BSD.reshape(B * S, 1, -1), places.reshape(-1))  # [B * S, H, 1, K]
     return alone.reshape(B, S, *alone.shape[1::2]).transpose(1, 2)
 
 

@@ -119,16 +119,26 @@ def _attention(
     """Return outputs and logsumexp; without `with_lse` a backend may save work and return a logsumexp of NaN."""
     q_start, k_start, lengths, key_lengths, mask, doc_ids = where
     scale, dropout_p, chunk_size, backend = options
-    _check(q_BHTK, k_BHSK, v_BHSV, pattern, dropout_p)
-    name = choose(
-        "block_attention",
-        backend,
-        BACKENDS,
-        _default(q_BHTK, k_BHSK, v_BHSV, pattern, dropout_p),
-        (q_BHTK, k_BHSK, v_BHSV),
-    )
-    chunks = _chunks(chunk_size, name)
-    (B, _, T, K), S, dtype = q_BHTK.shape, k_BHSK.shape[2], v_BHSV.dtype
+    if not isinstance(pattern, Pattern):
+        raise TypeError(
+            f"pattern must be a Pattern, got {type(pattern).__name__}; valid: {', '.join(Pattern.registry)}"
+        )
+    if not (
+        q_BHTK.ndim == k_BHSK.ndim == v_BHSV.ndim == 4
+        and q_BHTK.shape[::3] == k_BHSK.shape[::3]
+        and k_BHSK.shape[:3] == v_BHSV.shape[:3]
+        and (k_BHSK.shape[1] >= 1 and q_BHTK.shape[1] % k_BHSK.shape[1] == 0)
+        and (q_BHTK.is_floating_point() and k_BHSK.is_floating_point() and v_BHSV.is_floating_point())
+    ):
+        _refuse(q_BHTK, k_BHSK, v_BHSV)
+    (B, H, T, K), S = q_BHTK.shape, k_BHSK.shape[2]
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    qkv = q_BHTK, k_BHSK, v_BHSV
+    default = _default_on_gpu(*qkv, pattern, dropout_p) if q_BHTK.device.type == "cuda" else "torch"
+    name = choose("block_attention", backend, BACKENDS, default, qkv)
+    chunks = (sequential.QUERY_CHUNK, sequential.KEY_CHUNK) if chunk_size is None else _chunks(chunk_size, name)
+    dtype = v_BHSV.dtype
     moved = None
     if mask is not None:
         if T != S or lengths is not None or doc_ids is not None:
@@ -149,11 +159,35 @@ def _attention(
         given = q_start, k_start, lengths, doc_ids, pattern, q_BHTK, S
         slots, real_BT = placed(*given, for_kernels=name == "triton")
     scale = 1 / math.sqrt(K) if scale is None else scale
-    report_scores(B * q_BHTK.shape[1], T, S, pattern, q_start, k_start)
+    report_scores(B * H, T, S, pattern, q_start, k_start)
     if T == 0 or S == 0:
         out, lse = nothing(q_BHTK.to(torch.promote_types(q_BHTK.dtype, torch.float32)), v_BHSV)
     else:
-        out, lse = _run(name, q_BHTK, k_BHSK, v_BHSV, pattern, slots, scale, dropout_p, chunks, with_lse)
+        wide = functools.reduce(torch.promote_types, (q_BHTK.dtype, k_BHSK.dtype, dtype))
+        if name not in ("triton", "flex"):
+            wide = torch.promote_types(wide, torch.float32)
+        elif dropout_p:
+            raise ValueError(
+                f"backend {name!r} of block_attention has no dropout, got dropout_p={dropout_p}; "
+                "valid: reference, torch, sequential"
+            )
+        q, k, v = q_BHTK.to(wide), k_BHSK.to(wide), v_BHSV.to(wide)
+        if k.shape[1] != H and name not in ("triton", "flex"):  # these take shared key heads
+            k, v = _share_heads(k, H), _share_heads(v, H)
+        if isinstance(slots, Starts):
+            from subquad.ops._triton import attend as kernels
+
+            out, lse = kernels.attend(q, k, v, pattern, slots, scale)
+        elif name == "flex":
+            from subquad.ops import _flex as flex
+
+            out, lse = flex.attend(q, k, v, pattern, slots, scale, with_lse)
+        elif name == "reference":
+            out, lse = reference.attend(q, k, v, allowed_pairs(pattern, slots, T, S, q.device), scale, dropout_p)
+        elif name == "sequential":
+            out, lse = sequential.attend(q, k, v, pattern, slots, scale, dropout_p, chunks)
+        else:
+            out, lse = tiled.attend(q, k, v, pattern, slots, scale, dropout_p)
     if real_BT is not None:
         out = out.masked_fill(~real_BT[:, None, :, None], 0.0)
         lse = lse.masked_fill(~real_BT[:, None], -torch.inf)
@@ -163,8 +197,8 @@ def _attention(
     return out.to(dtype), lse
 
 
-def _default(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float) -> str:
-    """Return the default backend."""
+def _default_on_gpu(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float) -> str:
+    """Return the default backend of tensors on a GPU."""
     channels, dtypes = max(q.shape[-1], v.shape[-1]), (q.dtype, k.dtype, v.dtype)
     if dropout_p or torch.float64 in dtypes or not has_tensor_cores(q.device):
         return "torch"
@@ -175,49 +209,6 @@ def _default(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float
             return "triton"
     flex = recorded(q, k, v) and channels <= 256 and not pattern.folded and not pattern.columns
     return "flex" if flex else "torch"
-
-
-def _run(
-    backend: str,
-    q_BHTK: Tensor,
-    k_BGSK: Tensor,
-    v_BGSV: Tensor,
-    pattern: Pattern,
-    slots: Slots | Starts,
-    scale: float,
-    dropout_p: float,
-    chunks: tuple[int, int],
-    with_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    """Run `backend`; return outputs and logsumexp.
-
-    `triton` and `flex` take half precision and shared key heads; the others get float32 or wider and a key head for
-    each query head.
-    """
-    dtype = functools.reduce(torch.promote_types, (q_BHTK.dtype, k_BGSK.dtype, v_BGSV.dtype))
-    if backend not in ("triton", "flex"):
-        dtype = torch.promote_types(dtype, torch.float32)
-    q, k, v = (x.to(dtype) for x in (q_BHTK, k_BGSK, v_BGSV))
-    if backend in ("triton", "flex") and dropout_p:
-        raise ValueError(
-            f"backend {backend!r} of block_attention has no dropout, got dropout_p={dropout_p}; "
-            "valid: reference, torch, sequential"
-        )
-    if isinstance(slots, Starts):
-        from subquad.ops._triton import attend as kernels
-
-        return kernels.attend(q, k, v, pattern, slots, scale)
-    if backend == "flex":
-        from subquad.ops import _flex as flex
-
-        return flex.attend(q, k, v, pattern, slots, scale, with_lse)
-    k, v = (_share_heads(x, q.shape[1]) for x in (k, v))
-    if backend == "reference":
-        allowed_BTS = allowed_pairs(pattern, slots, q.shape[2], k.shape[2], q.device)
-        return reference.attend(q, k, v, allowed_BTS, scale, dropout_p)
-    if backend == "sequential":
-        return sequential.attend(q, k, v, pattern, slots, scale, dropout_p, chunks)
-    return tiled.attend(q, k, v, pattern, slots, scale, dropout_p)
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
@@ -255,9 +246,7 @@ def softmax_weights(
     return reference.softmax_weights(q_BHTK, k_BHSK, torch.stack(each).any(0), scale, sink_H)[0]
 
 
-def _chunks(chunk_size: tuple[int, int] | None, backend: str) -> tuple[int, int]:
-    if chunk_size is None:
-        return sequential.QUERY_CHUNK, sequential.KEY_CHUNK
+def _chunks(chunk_size: tuple[int, int], backend: str) -> tuple[int, int]:
     if backend != "sequential":
         raise ValueError(f"chunk_size is for the backend 'sequential', got chunk_size={chunk_size} for {backend!r}")
     if len(chunk_size) != 2 or min(chunk_size) < 1:
@@ -265,11 +254,8 @@ def _chunks(chunk_size: tuple[int, int] | None, backend: str) -> tuple[int, int]
     return chunk_size
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float) -> None:
-    if not isinstance(pattern, Pattern):
-        raise TypeError(
-            f"pattern must be a Pattern, got {type(pattern).__name__}; valid: {', '.join(Pattern.registry)}"
-        )
+def _refuse(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise the error of queries, keys and values that do not agree."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_heads(name, x)
     if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1] or k.shape[:3] != v.shape[:3]:
@@ -277,10 +263,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float) 
             "q [B, H, T, K], k [B, G, S, K] and v [B, G, S, V] must agree in B, K, G and S, "
             f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"the query heads must be a multiple of the key heads, got {q.shape[1]} and {k.shape[1]}")
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    raise ValueError(f"the query heads must be a multiple of the key heads, got {q.shape[1]} and {k.shape[1]}")
 
 
 def _take(x_BHTC: Tensor, order_BT: Tensor, lengths_B: Tensor) -> Tensor:

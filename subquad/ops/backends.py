@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
@@ -59,21 +59,31 @@ def use_backend(backend: str) -> Iterator[None]:
 
 
 def choose(
-    op: str, backend: str | None, available: tuple[str, ...], default: str, tensors: Sequence[Tensor | None] = ()
+    op: str,
+    backend: str | None,
+    available: tuple[str, ...],
+    default: str | None,
+    tensors: Sequence[Tensor] = (),
+    state: Sequence[Tensor | None] = (),
+    sizes: Mapping[str, tuple[int, int]] | None = None,
 ) -> str:
     """Return the backend for `op`: the argument, else the one of `use_backend`, else a default, which is logged once.
 
-    The default is `default`, or `reference` where derivatives are asked that it alone has (`beyond_backward`).
-    Raises `ValueError` for an unknown name, a backend that `op` lacks, and `triton` if its package is missing, and
-    `NotImplementedError` for another backend than `reference` where such derivatives are asked.
+    The default is `reference` where derivatives of the tensors or the state are asked that it alone has
+    (`beyond_backward`), else `default`; None: `triton` on a GPU if kernels suit its tensors and sizes, else `torch`.
+    `sizes` holds, by what it counts, each size of a head and the most that kernels hold. Raises `ValueError` for an
+    unknown name, a backend that `op` lacks, and `triton` if its package is missing or its kernels hold no such sizes,
+    and `NotImplementedError` for another backend than `reference` where such derivatives are asked.
     """
-    beyond = beyond_backward(*tensors)
+    beyond = beyond_backward(*tensors, *state)
     if backend is None:
         if torch.compiler.is_dynamo_compiling():
             backend = _open[-1] if _open else None
         else:
             backend = _requested.get()
     if backend is None:
+        if default is None:
+            default = "triton" if tensors[0].device.type == "cuda" and _kernels_suit(tensors, sizes or {}) else "torch"
         backend = "reference" if beyond else default
         if not torch.compiler.is_compiling():
             _log_once(op, backend)
@@ -89,7 +99,16 @@ def choose(
             f"backend {backend!r} of {op} has no forward-mode derivative, and none by torch.func.grad; "
             "leave backend out, or take 'reference'"
         )
+    for what, (size, most) in (sizes or {}).items() if backend == "triton" else ():
+        if size > most:
+            raise ValueError(f"backend 'triton' of {op} holds at most {most} {what} per head, got {size}")
     return backend
+
+
+def _kernels_suit(tensors: Sequence[Tensor], sizes: Mapping[str, tuple[int, int]]) -> bool:
+    """Return whether the kernels of a scan suit the GPU, dtypes and sizes."""
+    fitting = all(x.dtype != torch.float64 for x in tensors) and all(size <= most for size, most in sizes.values())
+    return HAS_TRITON and fitting and has_tensor_cores(tensors[0].device)
 
 
 @functools.cache

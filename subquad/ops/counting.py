@@ -126,7 +126,7 @@ def cost_of(
     before = _recording.calls
     calls = _recording.calls = []
     try:
-        with _without_data(module, training=False) as call, FlopCounterMode(display=False) as counter:
+        with without_data(module, training=False) as call, FlopCounterMode(display=False) as counter:
             with _Linear(counter) as linear:
                 out, state = call(run, make_input())
             forward = counter.get_total_flops()
@@ -150,7 +150,7 @@ def cost_of(
 
 def state_bytes(module: nn.Module, run: Run, make_input: MakeInput) -> int:
     """Return the bytes of the state that `run(make_input())` leaves, in float32."""
-    with _without_data(module, training=False) as call, torch.no_grad():
+    with without_data(module, training=False) as call, torch.no_grad():
         state = call(run, make_input())[1]
         return 0 if state is None else int(state.nbytes)
 
@@ -168,7 +168,7 @@ def activation_bytes(module: nn.Module, run: Callable[[Tensor], Any], make_input
         kept[storage._cdata] = storage  # the reference keeps the number from being reused
         return tensor
 
-    with _without_data(module, training=True) as call:
+    with without_data(module, training=True) as call:
         x = make_input()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             result = call(run, x)
@@ -209,7 +209,7 @@ class _Inside(nn.Module):
         return run(x)
 
 
-class _Caller:
+class Caller:
     """Call functions that use `module`, with tensors without data in place of its parameters and buffers."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -223,7 +223,7 @@ class _Caller:
 
 
 @contextmanager
-def _without_data(module: nn.Module, *, training: bool) -> Iterator[_Caller]:
+def without_data(module: nn.Module, *, training: bool) -> Iterator[Caller]:
     """Yield a caller on a CPU in float32, whatever is set outside; restore each submodule's mode afterwards."""
     modes = [(part, part.training) for part in module.modules()]
     dtype = torch.get_default_dtype()
@@ -239,7 +239,7 @@ def _without_data(module: nn.Module, *, training: bool) -> Iterator[_Caller]:
         try:
             module.train(training)
             torch.set_default_dtype(torch.float32)
-            yield _Caller(module)
+            yield Caller(module)
         finally:
             torch.set_default_dtype(dtype)
             for part, mode in modes:

@@ -5,25 +5,22 @@ Shape letters: B batch, H heads, G groups of heads, T tokens, K key channels, V 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from subquad.ops import _reference as reference
 from subquad.ops._sequential import scan as sequential
 from subquad.ops._torch import delta as chunked
 from subquad.ops._torch import single
-from subquad.ops.backends import without_autocast
-from subquad.ops.groups import by_heads, share_of
+from subquad.ops.backends import choose, without_autocast
+from subquad.ops.groups import by_heads
 from subquad.ops.scan import (
+    BACKENDS,
     FORGET_ALL,
     MOST_CHANNELS,
     ScanOutput,
-    check_before,
     check_scan,
-    choose_for,
-    chunk_of,
     masked,
-    wide_of,
-    zero_padding,
 )
 from subquad.tracing import saves
 
@@ -69,27 +66,33 @@ def delta_scan(
 
     Raises `ValueError` and `TypeError` for invalid shapes and options.
     """
-    B, H, T, K, V = check_scan(("q", q_BGTK), ("k", k_BGTK), v_BHTV, log_f_BHTF)
+    check_scan(q_BGTK, ("k", k_BGTK), v_BHTV, log_f_BHTF, state, 0, mask, chunk_size)
+    (B, G, T, K), (_, H, _, V) = q_BGTK.shape, v_BHTV.shape
     if beta_BHT1.shape != (B, H, T, 1):
         raise ValueError(f"beta must have shape {(B, H, T, 1)}, got {tuple(beta_BHT1.shape)}")
-    chunk = chunk_of(chunk_size, chunked.CHUNK)
     tensors = [q_BGTK, k_BGTK, v_BHTV, beta_BHT1] + ([] if log_f_BHTF is None else [log_f_BHTF])
+    wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
     sizes = {"key channels": (K, MOST_KEYS), "value channels": (V, MOST_CHANNELS)}
-    wide, name = wide_of(*tensors), choose_for("delta_scan", backend, tensors, sizes, state)
-    check_before(state, mask, (B, H, K, V), T)
+    name = choose("delta_scan", backend, BACKENDS, None, tensors, (state,), sizes)
     if name == "triton":
         from subquad.ops._triton.delta import delta_scan as kernels
 
         return ScanOutput(*kernels(q_BGTK, k_BGTK, v_BHTV, beta_BHT1, log_f_BHTF, state, mask))
-    q, k, v, beta, *rest = (x.flatten(0, 1) for x in masked(tensors, mask, wide, (0.0,) * 5))
+    tensors = [x.to(wide) for x in tensors]
+    if mask is not None:
+        tensors = masked(tensors, mask, (0.0,) * 5)
+    q, k, v, beta, *rest = (x.flatten(0, 1) for x in tensors)
     log_f = rest[0].clamp(min=FORGET_ALL) if rest else None
     s = v.new_zeros(B * H, K, V) if state is None else state.flatten(0, 1).to(wide)
     if name == "reference" or (name == "torch" and T == 1):
-        scan, share = (reference if name == "reference" else single).delta_scan, share_of(q_BGTK.shape[1], H)
-        out, s = scan(by_heads(q, share), by_heads(k, share), v, beta, log_f, s)
+        if G != H:
+            q, k = by_heads(q, H // G), by_heads(k, H // G)
+        out, s = (reference if name == "reference" else single).delta_scan(q, k, v, beta, log_f, s)
     elif name == "sequential":
         out, s = sequential.scan(q, k, v, beta, log_f, s, chunk_size)
     else:
+        chunk = chunked.CHUNK if chunk_size is None else chunk_size
         out, s, *_ = chunked.delta_scan_op(q, k, v, beta, log_f, s, chunk, saves(q, k, v, beta, s, *rest))
     out = out.unflatten(0, (B, H)).to(v_BHTV.dtype)
-    return ScanOutput(zero_padding(out, mask), s.unflatten(0, (B, H)))
+    out = out if mask is None else out.masked_fill(~mask[:, None, :, None], 0.0)
+    return ScanOutput(out, s.unflatten(0, (B, H)))

@@ -15,7 +15,7 @@ from subquad.ops import _reference as reference
 from subquad.ops._sequential import scan as sequential
 from subquad.ops._torch import scan as chunked
 from subquad.ops._torch import single
-from subquad.ops.backends import HAS_TRITON, choose, has_tensor_cores, without_autocast
+from subquad.ops.backends import choose, without_autocast
 from subquad.ops.groups import by_heads, share_of
 from subquad.ops.padding import check_heads, check_mask
 from subquad.tracing import saves
@@ -70,57 +70,84 @@ def gated_scan(
 
     Raises `ValueError` and `TypeError` for invalid shapes and options.
     """
-    B, H, T, K, V = check_scan(("q", q_BGTK), ("i", i_BGTK), v_BHTV, log_f_BHTF)
     if not eps >= 0:
         raise ValueError(f"eps must be at least 0, got {eps}")
-    chunk = chunk_of(chunk_size, chunked.CHUNK)
+    more = int(normalise)
+    check_scan(q_BGTK, ("i", i_BGTK), v_BHTV, log_f_BHTF, state, more, mask, chunk_size)
+    (B, G, T, K), (_, H, _, V) = q_BGTK.shape, v_BHTV.shape
     tensors = [q_BGTK, i_BGTK, v_BHTV] + ([] if log_f_BHTF is None else [log_f_BHTF])
-    wide, sizes = wide_of(*tensors), {"key channels": (K, MOST_CHANNELS), "value channels": (V, MOST_CHANNELS)}
-    name = choose_for("gated_scan", backend, tensors, sizes, state)
-    channels = V + int(normalise)
-    check_before(state, mask, (B, H, K, channels), T)
+    wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    sizes = {"key channels": (K, MOST_CHANNELS), "value channels": (V, MOST_CHANNELS)}
+    name = choose("gated_scan", backend, BACKENDS, None, tensors, (state,), sizes)
     if name == "triton":
         from subquad.ops._triton.scan import gated_scan as kernels
 
         return ScanOutput(*kernels(q_BGTK, i_BGTK, v_BHTV, log_f_BHTF, state, mask, normalise, eps))
-    q, i, v, *rest = (x.flatten(0, 1) for x in masked(tensors, mask, wide, (0.0, 0.0, 0.0, 0.0)))
+    tensors = [x.to(wide) for x in tensors]
+    if mask is not None:
+        tensors = masked(tensors, mask, (0.0, 0.0, 0.0, 0.0))
+    q, i, v, *rest = (x.flatten(0, 1) for x in tensors)
     log_f = rest[0].clamp(min=FORGET_ALL) if rest else None
-    s = q.new_zeros(B * H, K, channels) if state is None else state.flatten(0, 1).to(wide)
+    s = q.new_zeros(B * H, K, V + more) if state is None else state.flatten(0, 1).to(wide)
     if name == "reference" or (name == "torch" and T == 1):
-        scan, share = (reference if name == "reference" else single).gated_scan, share_of(q_BGTK.shape[1], H)
-        out, s = scan(by_heads(q, share), by_heads(i, share), v, log_f, s, normalise, eps)
+        if G != H:
+            q, i = by_heads(q, H // G), by_heads(i, H // G)
+        out, s = (reference if name == "reference" else single).gated_scan(q, i, v, log_f, s, normalise, eps)
     elif name == "sequential":
         out, s = sequential.scan(q, i, F.pad(v, (0, 1), value=1.0) if normalise else v, None, log_f, s, chunk_size)
         out = reference.divide(out[..., :V], out[..., V], eps) if normalise else out
     else:
+        chunk = chunked.CHUNK if chunk_size is None else chunk_size
         out, s, *_ = chunked.gated_scan_op(q, i, v, log_f, s, normalise, eps, chunk, saves(q, i, v, s, *rest))
     out = out.unflatten(0, (B, H)).to(v_BHTV.dtype)
-    return ScanOutput(zero_padding(out, mask), s.unflatten(0, (B, H)))
+    out = out if mask is None else out.masked_fill(~mask[:, None, :, None], 0.0)
+    return ScanOutput(out, s.unflatten(0, (B, H)))
 
 
 def check_scan(
-    q: tuple[str, Tensor], k: tuple[str, Tensor], v_BHTV: Tensor, log_f_BHTF: Tensor | None
-) -> tuple[int, int, int, int, int]:
-    """Return B, H, T, K and V of a scan; raise if queries and keys, by name, values and decays do not agree."""
-    B, G, T, K = check_inputs(q, k)
-    if q[1].shape[-1] != K:
-        raise ValueError(f"{q[0]} and {k[0]} must have the same channels, got {q[1].shape[-1]} and {K}")
+    q_BGTK: Tensor,
+    k: tuple[str, Tensor],
+    v_BHTV: Tensor,
+    log_f_BHTF: Tensor | None,
+    state: Tensor | None,
+    more: int,
+    mask: Tensor | None,
+    chunk_size: int | None,
+) -> None:
+    """Raise unless the inputs of a scan agree; `k` with its name, and the state has `more` channels than v."""
+    q, v = q_BGTK.shape, v_BHTV.shape
+    if not (
+        len(q) == len(v) == 4
+        and q == k[1].shape
+        and q[::2] == v[::2]
+        and (q[1] == v[1] or (q[1] >= 1 and v[1] % q[1] == 0))
+        and (log_f_BHTF is None or log_f_BHTF.shape in ((*v[:3], q[3]), (*v[:3], 1)))
+        and (state is None or state.shape == (*v[:2], q[3], v[3] + more))
+        and (q_BGTK.is_floating_point() and k[1].is_floating_point() and v_BHTV.is_floating_point())
+    ):
+        _refuse(q_BGTK, k, v_BHTV, log_f_BHTF, state, more)
+    if mask is not None:
+        check_mask(mask, q[0], q[2])
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+
+
+def _refuse(
+    q_BGTK: Tensor, k: tuple[str, Tensor], v_BHTV: Tensor, log_f_BHTF: Tensor | None, state: Tensor | None, more: int
+) -> None:
+    """Raise the error of inputs that do not agree."""
+    B, G, T, K = check_inputs(("q", q_BGTK), k)
+    if q_BGTK.shape[-1] != K:
+        raise ValueError(f"q and {k[0]} must have the same channels, got {q_BGTK.shape[-1]} and {K}")
     check_heads("v", v_BHTV)
     H, V = v_BHTV.shape[1], v_BHTV.shape[3]
     if (v_BHTV.shape[0], v_BHTV.shape[2]) != (B, T):
-        raise ValueError(f"v must agree with {q[0]} in B and T, got {tuple(v_BHTV.shape)} and {tuple(q[1].shape)}")
+        raise ValueError(f"v must agree with q in B and T, got {tuple(v_BHTV.shape)} and {tuple(q_BGTK.shape)}")
     share_of(G, H)
     if log_f_BHTF is not None and log_f_BHTF.shape not in ((B, H, T, K), (B, H, T, 1)):
         raise ValueError(f"log_f must have shape {(B, H, T, K)} or {(B, H, T, 1)}, got {tuple(log_f_BHTF.shape)}")
-    return B, H, T, K, V
-
-
-def check_before(state: Tensor | None, mask: Tensor | None, shape: tuple[int, int, int, int], tokens: int) -> None:
-    """Raise unless the state, if any, has this shape, and the mask, if any, that of the tokens."""
-    if state is not None and state.shape != shape:
-        raise ValueError(f"state must have shape {shape}, got {tuple(state.shape)}")
-    if mask is not None:
-        check_mask(mask, shape[0], tokens)
+    assert state is not None
+    raise ValueError(f"state must have shape {(B, H, K, V + more)}, got {tuple(state.shape)}")
 
 
 def check_inputs(*tensors: tuple[str, Tensor]) -> tuple[int, int, int, int]:
@@ -136,40 +163,7 @@ def check_inputs(*tensors: tuple[str, Tensor]) -> tuple[int, int, int, int]:
     return B, H, T, V
 
 
-def choose_for(
-    op: str, backend: str | None, tensors: list[Tensor], sizes: dict[str, tuple[int, int]], *state: Tensor | None
-) -> str:
-    """Return the backend: without a request `triton` if its kernels suit the GPU, dtypes and sizes, else `torch`."""
-    fitting = wide_of(*tensors) == torch.float32 and all(size <= most for size, most in sizes.values())
-    kernels = HAS_TRITON and fitting and has_tensor_cores(tensors[0].device)
-    name = choose(op, backend, BACKENDS, "triton" if kernels else "torch", [*tensors, *state])
-    for what, (size, most) in sizes.items():
-        if name == "triton" and size > most:
-            raise ValueError(f"backend 'triton' of {op} holds at most {most} {what} per head, got {size}")
-    return name
-
-
-def chunk_of(chunk_size: int | None, default: int) -> int:
-    """Return the requested chunk size, or the default."""
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-    return chunk_size or default
-
-
-def wide_of(*tensors: Tensor) -> torch.dtype:
-    """Return the dtype of the recurrence: float32, or float64 if an input has it."""
-    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
-
-
-def masked(tensors: list[Tensor], mask: Tensor | None, dtype: torch.dtype, fills: tuple[float, ...]) -> list[Tensor]:
-    """Return the tensors in `dtype`, each with its fill at padding."""
-    wide = [x.to(dtype) for x in tensors]
-    if mask is None:
-        return wide
+def masked(tensors: list[Tensor], mask: Tensor, fills: tuple[float, ...]) -> list[Tensor]:
+    """Return the tensors, each with its fill at padding."""
     padding = ~mask[:, None, :, None]
-    return [x.masked_fill(padding, fill) for x, fill in zip(wide, fills, strict=False)]
-
-
-def zero_padding(out_BHTV: Tensor, mask: Tensor | None) -> Tensor:
-    """Zero the outputs at padding."""
-    return out_BHTV if mask is None else out_BHTV.masked_fill(~mask[:, None, :, None], 0.0)
+    return [x.masked_fill(padding, fill) for x, fill in zip(tensors, fills, strict=False)]

@@ -83,8 +83,10 @@ def placed(
     """
     B, _, T, _ = q_BHTK.shape
     real_BS = real_BT = None
-    for name, x, shape in (("lengths", lengths, (B,)), ("doc_ids", doc_ids, (B, S))):
-        _check_whole(name, x, shape)
+    if lengths is not None:
+        _check_whole("lengths", lengths, (B,))
+    if doc_ids is not None:
+        _check_whole("doc_ids", doc_ids, (B, S))
     if (lengths is not None or doc_ids is not None) and T > S:
         raise ValueError(f"with lengths or doc_ids the queries are the last of the keys, got T={T} > S={S}")
     if lengths is not None:
@@ -126,8 +128,8 @@ def placed_apart(
     return Slots(q_start, k_start, key_lengths)
 
 
-def _check_whole(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
-    if x is not None and (x.shape != shape or x.is_floating_point()):
+def _check_whole(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    if x.shape != shape or x.is_floating_point():
         raise ValueError(f"{name} must hold integers in the shape {shape}, got {x.dtype} {tuple(x.shape)}")
 
 

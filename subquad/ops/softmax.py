@@ -18,9 +18,9 @@ from subquad.ops._torch import single
 from subquad.ops._torch import softmax as chunked
 from subquad.ops._torch.halves import running_logsumexp as chunked_logsumexp
 from subquad.ops._torch.softmax import EMPTY as EMPTY
-from subquad.ops.backends import without_autocast
+from subquad.ops.backends import choose, without_autocast
 from subquad.ops.padding import check_mask
-from subquad.ops.scan import MOST_CHANNELS, check_inputs, choose_for, chunk_of, masked, wide_of, zero_padding
+from subquad.ops.scan import BACKENDS, MOST_CHANNELS, check_inputs, masked
 from subquad.tracing import saves
 
 
@@ -98,17 +98,26 @@ def running_softmax(
 
     Raises `ValueError` and `TypeError` for invalid shapes and options.
     """
-    B, H, T, V = check_inputs(("p", p_BHTL), ("logits", logits_BHTL), ("v", v_BHTV))
-    L = p_BHTL.shape[-1]
-    if logits_BHTL.shape[-1] != L:
-        raise ValueError(f"p and logits must have the same latents, got {L} and {logits_BHTL.shape[-1]}")
-    chunk = chunk_of(chunk_size, chunked.chunk_size(L))
+    if not (
+        p_BHTL.ndim == v_BHTV.ndim == 4
+        and p_BHTL.shape == logits_BHTL.shape
+        and p_BHTL.shape[:3] == v_BHTV.shape[:3]
+        and (p_BHTL.is_floating_point() and logits_BHTL.is_floating_point() and v_BHTV.is_floating_point())
+    ):
+        _refuse(p_BHTL, logits_BHTL, v_BHTV)
+    (B, H, T, L), V = p_BHTL.shape, v_BHTV.shape[3]
     if own is not None and own.shape != (B, H, T, 1):
         raise ValueError(f"own must have shape {(B, H, T, 1)}, got {tuple(own.shape)}")
+    if state is not None and (state[0].shape != (B, H, L) or state[1].shape != (B, H, L, V)):
+        _refuse_state(state, (B, H, L, V))
+    if mask is not None:
+        check_mask(mask, B, T)
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     tensors = [p_BHTL, logits_BHTL, v_BHTV] + ([] if own is None else [own])
-    wide, sizes = wide_of(*tensors), {"latents": (L, MOST_CHANNELS), "value channels": (V, MOST_CHANNELS)}
-    name = choose_for("running_softmax", backend, tensors, sizes, *(state or ()))
-    check_rest(state, mask, (B, H, L, V), T)
+    wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    sizes = {"latents": (L, MOST_CHANNELS), "value channels": (V, MOST_CHANNELS)}
+    name = choose("running_softmax", backend, BACKENDS, None, tensors, state or (), sizes)
     start = None if state is None else state[0]
     if name == "triton":
         from subquad.ops._triton import common, softmax
@@ -116,9 +125,13 @@ def running_softmax(
         y_BHTV, _, *after = softmax.running_softmax(p_BHTL, logits_BHTL, v_BHTV, state, mask, want_lse=False)
         if own is not None:
             common.check_device("running_softmax", own)
-            y_BHTV = torch.addcmul(y_BHTV, *masked([own, v_BHTV], mask, v_BHTV.dtype, (0.0, 0.0)))
+            own_v = [own.to(v_BHTV.dtype), v_BHTV]
+            y_BHTV = torch.addcmul(y_BHTV, *(own_v if mask is None else masked(own_v, mask, (0.0, 0.0))))
         return SoftmaxOutput(y_BHTV, SoftmaxState(*after), logits=logits_BHTL, start=start, mask=mask)
-    p, k, v, *rest = (x.flatten(0, 1) for x in masked(tensors, mask, wide, (0.0, EMPTY, 0.0, 0.0)))
+    tensors = [x.to(wide) for x in tensors]
+    if mask is not None:
+        tensors = masked(tensors, mask, (0.0, EMPTY, 0.0, 0.0))
+    p, k, v, *rest = (x.flatten(0, 1) for x in tensors)
     if state is None:
         a, s = p.new_full((B * H, L), EMPTY, dtype=torch.float64), p.new_zeros(B * H, L, V)
     else:
@@ -131,15 +144,29 @@ def running_softmax(
         out, lse, a, s = sequential.running_softmax(p, k, v, a, s, chunk_size)
     else:
         gate = rest[0] if rest else None
+        chunk = (chunked.MEAN_CHUNK if L == 1 else chunked.CHUNK) if chunk_size is None else chunk_size
         out, a, s, *_ = chunked.running_softmax_op(p, k, v, gate, a, s, chunk, saves(p, k, v, gate, a, s))
         lse = None
     if rest and lse is not None:  # chunks add it themselves
         out = torch.addcmul(out, rest[0], v)
-    out = zero_padding(out.unflatten(0, (B, H)).to(v_BHTV.dtype), mask)
-    a, s = (x.unflatten(0, (B, H)) for x in (a, s))
+    out = out.unflatten(0, (B, H)).to(v_BHTV.dtype)
+    out = out if mask is None else out.masked_fill(~mask[:, None, :, None], 0.0)
+    a, s = a.unflatten(0, (B, H)), s.unflatten(0, (B, H))
     if lse is not None:
         return SoftmaxOutput(out, SoftmaxState(a, s), lse=lse.unflatten(0, (B, H)))
     return SoftmaxOutput(out, SoftmaxState(a, s), logits=k.unflatten(0, (B, H)), start=start)
+
+
+def _refuse(p: Tensor, logits: Tensor, v: Tensor) -> None:
+    """Raise the error of inputs of `running_softmax` that do not agree."""
+    check_inputs(("p", p), ("logits", logits), ("v", v))
+    raise ValueError(f"p and logits must have the same latents, got {p.shape[-1]} and {logits.shape[-1]}")
+
+
+def _refuse_state(state: SoftmaxState | tuple[Tensor, Tensor], shape: tuple[int, ...]) -> None:
+    """Raise the error of a state that does not fit a mean of `shape`, `[B, H, L, V]`."""
+    shapes = tuple(state[0].shape), tuple(state[1].shape)
+    raise ValueError(f"state must have shapes {shape[:3]} and {shape}, got {shapes[0]} and {shapes[1]}")
 
 
 @without_autocast
@@ -173,11 +200,15 @@ def gated_mean(
         if x.shape[-1] != 1:
             raise ValueError(f"{what} must have shape {(B, H, T, 1)}, got {tuple(x.shape)}")
     tensors = [gate_BHT1, logits_BHT1, v_BHTV]
-    name = choose_for("gated_mean", backend, tensors, {"value channels": (V, MOST_CHANNELS)}, *(state or ()))
+    sizes = {"value channels": (V, MOST_CHANNELS)}
+    name = choose("gated_mean", backend, BACKENDS, None, tensors, state or (), sizes)
     if name == "triton":
         from subquad.ops._triton import gated_mean as kernels
 
-        check_rest(state, mask, (B, H, 1, V), T)
+        if state is not None and (state[0].shape != (B, H, 1) or state[1].shape != (B, H, 1, V)):
+            _refuse_state(state, (B, H, 1, V))
+        if mask is not None:
+            check_mask(mask, B, T)
         factors = F.dropout(logits_BHT1.new_ones(B, H, T, 2), dropout_p) if dropout_p else None
         out, *after = kernels.gated_mean(gate_BHT1, logits_BHT1, v_BHTV, factors, state, mask)
         start = None if state is None else state[0]
@@ -189,17 +220,6 @@ def gated_mean(
     return running_softmax(
         past_BHT1, logits_BHT1, v_BHTV, own=own_BHT1, state=state, mask=mask, chunk_size=chunk_size, backend=name
     )
-
-
-def check_rest(
-    state: SoftmaxState | tuple[Tensor, Tensor] | None, mask: Tensor | None, shape: tuple[int, ...], tokens: int
-) -> None:
-    """Raise unless the state fits a mean of `shape`, `[B, H, L, V]`, and the mask is `[B, T]`."""
-    if state is not None and (state[0].shape != shape[:3] or state[1].shape != shape):
-        shapes = tuple(state[0].shape), tuple(state[1].shape)
-        raise ValueError(f"state must have shapes {shape[:3]} and {shape}, got {shapes[0]} and {shapes[1]}")
-    if mask is not None:
-        check_mask(mask, shape[0], tokens)
 
 
 @without_autocast
@@ -214,14 +234,16 @@ def running_logsumexp(logits_BHTL: Tensor, /, *, state: Tensor | None = None, ma
     Returns `[B, H, T, L]`, float32 or wider; -2^100 stands for log 0 before the first real token. Raises `ValueError`
     and `TypeError` for invalid shapes. Computes in chunks, or as the backend `reference` where that is asked.
     """
-    return _logsumexp(logits_BHTL, state, mask, choose_for("running_logsumexp", None, [logits_BHTL], {}, state))
+    name = choose("running_logsumexp", None, BACKENDS, None, [logits_BHTL], (state,))
+    return _logsumexp(logits_BHTL, state, mask, name)
 
 
 def _logsumexp(logits_BHTL: Tensor, state: Tensor | None, mask: Tensor | None, backend: str) -> Tensor:
     B, H, T, L = check_inputs(("logits", logits_BHTL))
     if mask is not None:
         check_mask(mask, B, T)
-    k = masked([logits_BHTL], mask, wide_of(logits_BHTL), (EMPTY,))[0].flatten(0, 1)
+    k = logits_BHTL.to(torch.promote_types(logits_BHTL.dtype, torch.float32))
+    k = (k if mask is None else masked([k], mask, (EMPTY,))[0]).flatten(0, 1)
     if state is None:
         a = k.new_full((B * H, L), EMPTY, dtype=torch.float64)
     elif state.shape != (B, H, L):

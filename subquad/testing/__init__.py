@@ -3,6 +3,9 @@
 class TestX(AttentionContract):
     name = "x"
     options = {"option": 3}
+
+    def oracle(self, layer, x_TD):
+        ...  # the outputs [T, D] of one sequence by the paper's equations, token by token
 """
 
 from typing import TYPE_CHECKING

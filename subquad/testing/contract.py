@@ -78,6 +78,8 @@ class AttentionContract:
     """Inputs that law 11 judges as one sample; more where a gradient of few numbers may be right by luck in one."""
     fewest_heads: ClassVar[int] = 1
     """Heads for the longest inputs (law 14)."""
+    oracle_tokens: ClassVar[int] = 19
+    """Tokens of the sequence that the oracle is compared on."""
     with_inductor: ClassVar[bool] = True
     """Whether law 12 also compiles with inductor, which takes seconds; False skips that test."""
 
@@ -111,9 +113,27 @@ class AttentionContract:
         layer = self.make(dtype).double()
         return with_gradients(layer, layer.definition, x.double())
 
+    def oracle(self, layer: Attention, x_TD: Tensor) -> Tensor:
+        """Return the outputs `[T, D]` of one sequence: the paper's equations token by token, in float64.
+
+        The definition and the fast form come from one function, `mix`, and agree on its mistakes. So an oracle shares
+        no code with the mechanism: it reads the layer's parameters and options, and has plain loops.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must define oracle(self, layer, x_TD): the outputs [T, D] of one sequence by the "
+            "paper's equations, token by token, in plain loops over the layer's parameters"
+        )
+
     def state_of(self, layer: Attention, x: Tensor) -> State:
         """Return the state after `x`."""
         return layer(x)[1]
+
+    @torch.no_grad()
+    def test_the_oracle_agrees(self) -> None:
+        layer, x = self.make(), self.inputs(self.oracle_tokens, 1)
+        for parameter in layer.parameters():  # many begin at zero or one, where they would not count
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        assert_same_maths(layer(x)[0][0], self.oracle(layer, x[0]), "the oracle")
 
     def test_law_01_weights_are_causal_and_rows_sum_to_one(self) -> None:
         layer = self.judged(1)

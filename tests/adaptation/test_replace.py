@@ -5,6 +5,7 @@ import torch
 
 from subquad.adaptation.replace import replace_attention, replaced_layers
 from subquad.adaptation.transfer import attention_errors, without_branch
+from subquad.attention.base import split
 from subquad.layers.scaling import RopeScaling
 from subquad.models import Decoder, DecoderConfig
 from subquad.testing import assert_same_maths
@@ -59,9 +60,9 @@ def test_linear_takes_shared_heads_apart():
     assert [made.blocks()[0].attention.config.rotary for made in (new, plain)] == [True, False], "as the original"
     before, after = old.blocks()[0].attention, new.double().blocks()[0].attention
     x = torch.randn(2, 5, 16, dtype=torch.float64)
-    assert_same_maths(after.values(x), before.values(x), "values")
-    keys = before.shared(before.split(before.key(x), 2))
-    assert_same_maths(after.split(after.key(x)), keys, "keys")
+    for name in ("key", "value"):
+        (own,), (shared,) = (split(4, getattr(layer, name)(x)) for layer in (after, before))
+        assert_same_maths(own, shared.repeat_interleave(2, 1), name)
     assert replace_attention(old, "linear", keep_every=0).decoder.config.num_kv_heads is None
 
 

@@ -1,10 +1,12 @@
 import logging
 
+import pytest
 import torch
 
 from subquad.attention import build
 from subquad.attention.elita import INIT, _warn_beyond
 from subquad.testing import AttentionContract, assert_exact
+from tests.attention.oracles import agrees, heads
 
 SIZES = {"dim": 16, "num_heads": 2}
 
@@ -16,9 +18,35 @@ class TestElita(AttentionContract):
 
     name = "elita"
     options = {"horizon": 40}
+    oracle_tokens = 45
+
+    def oracle(self, layer, x_TD):
+        """Attention2 as the equations print it; on the diagonal as the text says ("Intuition")."""
+        config, rows = layer.config, []
+        span = config.horizon - (config.time == "i/(N-1)")
+        k1, k2, v = layer.key(x_TD), layer.self_key(x_TD), heads(layer.value(x_TD), config.num_heads)
+        k3 = layer.query(x_TD) if layer.query is not None else torch.zeros_like(k1)
+
+        def term(which, i, h):
+            if not config.positions:
+                return 0.0
+            return torch.sin(layer.frequency[which, h] * i / span + layer.phase[which, h]) @ layer.amplitude[h]
+
+        for t in range(len(x_TD)):
+            row = []
+            for h in range(config.num_heads):
+                X_S = torch.stack([(k1[s, h] + term(0, s, h)).exp() for s in range(t + 1)])
+                if config.self_term == "diagonal":
+                    X_S[t] *= k2[t, h].exp()
+                    row.append(X_S @ v[h][: t + 1] / X_S.sum())
+                    continue
+                past, own = (term(1, t, h) + k3[t, h]).exp(), k2[t, h].exp()
+                row.append((own * v[h][t] + past * (X_S @ v[h][: t + 1])) / (own + past * X_S.sum()))
+            rows.append(torch.cat(row))
+        return layer.out(torch.stack(rows))
 
 
-class TestElitaOnTheDiagonal(AttentionContract):
+class TestElitaOnTheDiagonal(TestElita):
     """The README's Intuition: a running softmax of the tokens before, not the fused gate."""
 
     judged_together = 6
@@ -26,6 +54,13 @@ class TestElitaOnTheDiagonal(AttentionContract):
     name = "elita"
     options = {"horizon": 40, "self_term": "diagonal"}
     laws = (1, 2, 3, 4, 5, 7, 8, 9, 11, 15)
+
+
+@pytest.mark.parametrize("options", [
+    {"time": "i/(N-1)"}, {"query_term": False}, {"positions": False}, {"positions": False, "self_term": "diagonal"},
+])  # fmt: skip
+def test_the_oracle_agrees_with_each_option(options):
+    agrees(TestElita, position_width=5, bias=True, **options)
 
 
 def test_the_diagonal_has_only_the_parameters_that_do_not_cancel():

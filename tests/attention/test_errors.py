@@ -5,7 +5,6 @@ import torch
 
 from subquad.attention import Attention, build, mechanism, names
 from subquad.attention.blocked import BlockedAttention
-from subquad.attention.scanned import ScannedAttention
 
 each = pytest.mark.parametrize("name", names())
 CAUSAL = [name for name in names() if "causal" in mechanism(name).forms]
@@ -212,11 +211,7 @@ class Bare(Attention):
     """Defines nothing; without a name it isn't registered."""
 
 
-class BareScan(ScannedAttention):
-    """Leaves out the recurrence."""
-
-
-ABSTRACT = {"mix_tokens": (X, None, None), "dense_weights": (X,), "values": (X,), "merge": (X[:, None],)}
+ABSTRACT = {"mix": (X, None), "values": (X,)}
 
 
 def test_what_a_mechanism_must_define_is_named(monkeypatch):
@@ -224,7 +219,5 @@ def test_what_a_mechanism_must_define_is_named(monkeypatch):
     for method, arguments in ABSTRACT.items():
         with refuses(rf"Bare must define {method} \(Attention is abstract\)", NotImplementedError):
             getattr(Bare(Attention.Config(**SIZES)), method)(*arguments)
-    layer = BareScan(Attention.Config(**SIZES))
-    assert layer.merge(layer.values(X)).shape == X.shape
-    with refuses("BareScan must define mix_tokens", NotImplementedError):
-        layer(X)
+    with refuses("Bare must define mix", NotImplementedError):
+        Bare(Attention.Config(**SIZES))(X)

@@ -1,15 +1,14 @@
-import torch
-from torch.nn import functional as F
-
-from subquad.attention import Full
-from subquad.testing import AttentionContract, assert_same_maths
+from tests.attention.oracles import SoftmaxContract, agrees
 
 
-class TestFull(AttentionContract):
+class TestFull(SoftmaxContract):
     name = "full"
 
+    def sees(self, t, s, head):
+        return s <= t or not self.options.get("causal", True)
 
-class TestFullWithSharedHeads(AttentionContract):
+
+class TestFullWithSharedHeads(TestFull):
     """One head of keys and values, rotary positions and biases: they change the cache and depend on positions."""
 
     name = "full"
@@ -17,7 +16,7 @@ class TestFullWithSharedHeads(AttentionContract):
     laws = (2, 3, 4, 8, 15)
 
 
-class TestFullWithAnOutputGate(AttentionContract):
+class TestFullWithAnOutputGate(TestFull):
     """Shared heads, partly rotated: the layout of Qwen3-Next."""
 
     name = "full"
@@ -25,15 +24,10 @@ class TestFullWithAnOutputGate(AttentionContract):
     laws = (2, 3, 4, 8, 11, 15)
 
 
-class TestFullBidirectional(AttentionContract):
+class TestFullBidirectional(TestFull):
     name = "full"
     options = {"causal": False, "rope": True}
 
 
-@torch.no_grad()
-def test_the_gate_of_each_channel_comes_before_the_output_projection():
-    torch.manual_seed(0)
-    layer, x = Full(dim=16, num_heads=2, head_dim=6, output_gate=True).double(), torch.randn(2, 7, 16).double()
-    q, k, v = (layer.split(project(x)) for project in (layer.query, layer.key, layer.value))
-    o_BTC = layer.join(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    assert_same_maths(layer(x)[0], layer.out(o_BTC / (1 + (-layer.gating(x)).exp())))
+def test_the_oracle_agrees_with_heads_of_another_width():
+    agrees(TestFull, head_dim=6, output_gate=True, qkv_bias=True)

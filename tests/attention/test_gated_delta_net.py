@@ -6,13 +6,20 @@ from torch.nn import functional as F
 
 from subquad import attention
 from subquad.testing import AttentionContract, assert_same_maths
+from tests.attention.kept import kept
+from tests.attention.oracles import delta_rule, silu, softplus
 
 
 class TestGatedDeltaNet(AttentionContract):
     name = "gated_delta_net"
 
+    def oracle(self, layer, x_TD):
+        f_TH = (-layer.rate.log_rate.exp() * softplus(layer.fading(x_TD) + layer.rate.step_bias)).exp()
+        f_HTK = [f_TH[:, h, None].expand(-1, layer.config.keys) for h in range(self.num_heads)]
+        return layer.out(torch.cat(delta_rule(layer, x_TD, f_HTK), -1) * silu(layer.gating(x_TD)))
 
-class TestGatedDeltaNetWithKeyHeads(AttentionContract):
+
+class TestGatedDeltaNetWithKeyHeads(TestGatedDeltaNet):
     """Two heads of queries and keys for four of values, whose channels do not divide the model width."""
 
     name = "gated_delta_net"
@@ -54,13 +61,13 @@ def test_a_head_decays_before_its_key_is_overwritten():
     torch.manual_seed(0)
     layer = attention.build("gated_delta_net", dim=16, num_heads=2).double()
     x = torch.randn(1, 6, 16, dtype=torch.float64)
-    scan, _ = layer.recurrence(x)
+    sums, q = kept(layer, x)
     step = F.softplus(layer.fading(x) + layer.rate.step_bias)[0, :, 1]
-    assert_same_maths(scan.log_f_BHTF[0, 1, :, 0], -layer.rate.log_rate[1].exp() * step)
-    row, k, b = scan.q_BGTK[0, 1, 5], scan.k_BGTK[0, 1], scan.beta_BHT1[0, 1]
+    assert_same_maths(sums.log_f[0, 1, :, 0], -layer.rate.log_rate[1].exp() * step)
+    row, k, b = q[0, 1, 5], sums.k[0, 1], sums.beta[0, 1]
     for t in (5, 4, 3):
-        row = (row - b[t] * (row @ k[t]) * k[t]) * scan.log_f_BHTF[0, 1, t].exp()
-    assert_same_maths(scan.weights()[0, 1, 5, 2], (row @ k[2] * b[2])[0])
+        row = (row - b[t] * (row @ k[t]) * k[t]) * sums.log_f[0, 1, t].exp()
+    assert_same_maths(layer.weights(x)[0, 1, 5, 2], (row @ k[2] * b[2])[0])
 
 
 def test_the_decays_begin_in_mambas_ranges():
@@ -83,5 +90,6 @@ def test_keys_have_three_quarters_of_a_heads_size_and_values_twice_the_keys(dim,
 def test_the_gate_is_silu():
     layer = attention.build("gated_delta_net", dim=4, num_heads=1).double()
     layer.gating.weight.fill_(math.log(3) / 4)
-    gate = layer.gate(torch.ones(1, 1, 4, dtype=torch.float64))
-    assert_same_maths(gate, torch.full((1, 1, 6), 0.75 * math.log(3), dtype=torch.float64))
+    layer.out = torch.nn.Identity()
+    y = layer.finish(torch.ones(1, 1, 1, 6).double(), torch.ones(1, 1, 4).double())
+    assert_same_maths(y * (1 + 1e-6) ** 0.5, torch.full((1, 1, 6), 0.75 * math.log(3), dtype=torch.float64))

@@ -4,14 +4,29 @@ import torch
 
 from subquad.attention import build
 from subquad.testing import AttentionContract, assert_same_maths
+from tests.attention.oracles import heads
 
 
 class TestLatte(AttentionContract):
     name = "latte"
     options = {"num_latents": 10}
 
+    def oracle(self, layer, x_TD):
+        """Equations 5 to 21."""
+        H, T, causal = self.num_heads, len(x_TD), layer.config.causal
+        q, k, v = (heads(project(x_TD), H) for project in (layer.query, layer.key, layer.value))
+        rows = []
+        for t in range(T):
+            end, row = t + 1 if causal else T, []
+            for h in range(H):
+                p_L = q[h][t].exp() / q[h][t].exp().sum()
+                w_SL = k[h][:end].exp() / k[h][:end].exp().sum(0)
+                row.append(sum(p * (w_S @ v[h][:end]) for p, w_S in zip(p_L, w_SL.T, strict=True)))
+            rows.append(torch.cat(row))
+        return layer.out(torch.stack(rows))
 
-class TestLatteBidirectional(AttentionContract):
+
+class TestLatteBidirectional(TestLatte):
     name = "latte"
     options = {"num_latents": 10, "causal": False}
 

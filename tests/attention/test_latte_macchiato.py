@@ -3,14 +3,33 @@ import torch
 
 from subquad import attention
 from subquad.testing import AttentionContract, assert_exact, assert_same_maths
+from tests.attention.oracles import attend, heads, projected
 
 
 class TestLatteMacchiato(AttentionContract):
     name = "latte_macchiato"
     options = {"num_latents": 6, "width": 7}
 
+    def oracle(self, layer, x_TD):
+        """One softmax over the window and the latents that are open."""
+        H, width, closed, rows = self.num_heads, layer.config.width, layer.closed, []
+        q, k, v = projected(layer, x_TD)
+        shares, logits = heads(layer.latent_query(x_TD), H), heads(layer.latent_key(x_TD), H)
+        for t in range(len(x_TD)):
+            row, near = [], slice(max(0, t - width + 1), t + 1)
+            for h in range(H):
+                p = shares[h][t].exp()
+                p[0] *= "window" not in closed
+                p[1:] *= "latents" not in closed
+                p /= p.sum()
+                w_SL = logits[h][: t + 1].exp() / logits[h][: t + 1].exp().sum(0)
+                far = sum(p[1 + a] * (w_SL[:, a] @ v[h][: t + 1]) for a in range(w_SL.shape[1]))
+                row.append(p[0] * attend(q[h][t], k[h][near], v[h][near]) + far)
+            rows.append(torch.cat(row))
+        return layer.out(torch.stack(rows))
 
-class TestLatteMacchiatoOfSharedHeads(AttentionContract):
+
+class TestLatteMacchiatoOfSharedHeads(TestLatteMacchiato):
     """One head of keys and values in the window, whose values the latents mix too, and no rotary positions."""
 
     name = "latte_macchiato"
@@ -18,7 +37,7 @@ class TestLatteMacchiatoOfSharedHeads(AttentionContract):
     laws = (2, 3, 4, 8, 15)
 
 
-class TestLatteMacchiatoWithoutItsWindow(AttentionContract):
+class TestLatteMacchiatoWithoutItsWindow(TestLatteMacchiato):
     """A closed branch leaves the state as it is and changes the weights."""
 
     name = "latte_macchiato"
@@ -66,7 +85,7 @@ def test_a_branch_may_be_closed_between_two_tokens(layer):
             _, closed = layer(x[:, :20])
             first, state = layer(x[:, 20:24], opened)
             whole = layer(x)[0]
-        for name in ("keys", "values", "lse", "mean"):
+        for name in ("near_keys", "near_values", "far_lse", "far_mean"):
             assert_exact(closed.tensor(name), opened.tensor(name), name)
         assert_same_maths(first, whole[:, 20:24], f"a piece without its {branch}")
         assert_same_maths(layer(x[:, 24:], state)[0], layer(x)[0][:, 24:], "open again")

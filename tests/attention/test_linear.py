@@ -4,13 +4,38 @@ from subquad import attention
 from subquad.layers.positions import rotate
 from subquad.models import Decoder, DecoderConfig
 from subquad.testing import AttentionContract, assert_same_maths
+from tests.attention.kept import Watched, kept
+from tests.attention.oracles import heads, turned
 
 
 class TestLinear(AttentionContract):
     name = "linear"
 
+    def oracle(self, layer, x_TD):
+        """Equations 5 and 8 to 12, normalised sums of features."""
+        config, T = layer.config, len(x_TD)
+        q, k, v = (heads(project(x_TD), config.num_heads) for project in (layer.query, layer.key, layer.value))
+        if config.rotary:
+            q, k = ([turned(each, config.rope_base) for each in some] for some in (q, k))
 
-class TestLinearAsADistribution(AttentionContract):
+        def phi(x_TK, map_KF):
+            if config.feature_map == "elu":
+                return torch.where(x_TK > 0, x_TK + 1, x_TK.exp())
+            both = [x_TK] if map_KF is None else [x_TK @ map_KF, -x_TK @ map_KF]
+            return torch.cat([each.exp() / each.exp().sum(-1, keepdim=True) for each in both], -1)
+
+        rows = []
+        for t in range(T):
+            end, row = t + 1 if config.causal else T, []
+            for h in range(config.num_heads):
+                maps = [None if m is None else m[h] for m in (layer.query_map, layer.key_map)]
+                w_S = phi(k[h][:end], maps[1]) @ phi(q[h][t], maps[0])
+                row.append(w_S @ v[h][:end] / (w_S.sum() + config.eps))
+            rows.append(torch.cat(row))
+        return layer.out(torch.stack(rows))
+
+
+class TestLinearAsADistribution(TestLinear):
     """Another feature map without eps: other sums and roundings."""
 
     name = "linear"
@@ -18,7 +43,7 @@ class TestLinearAsADistribution(AttentionContract):
     laws = (1, 2, 9, 11, 14)
 
 
-class TestLinearWithLearnedFeatures(AttentionContract):
+class TestLinearWithLearnedFeatures(TestLinear):
     """Weights in the feature map, moved off the identity, and rotary positions: other roundings, and positions."""
 
     name = "linear"
@@ -33,7 +58,7 @@ class TestLinearWithLearnedFeatures(AttentionContract):
         return layer
 
 
-class TestLinearWithLearnedFeaturesBidirectional(AttentionContract):
+class TestLinearWithLearnedFeaturesBidirectional(TestLinear):
     """The sums over all tokens of learned features: other sums and roundings."""
 
     name = "linear"
@@ -41,7 +66,7 @@ class TestLinearWithLearnedFeaturesBidirectional(AttentionContract):
     laws = (1, 2, 8, 11)
 
 
-class TestLinearBidirectional(AttentionContract):
+class TestLinearBidirectional(TestLinear):
     name = "linear"
     options = {"causal": False}
 
@@ -52,7 +77,7 @@ def test_learned_maps_begin_as_softmax_features_of_both_signs():
     x = torch.randn(1, 9, 16, dtype=torch.float64)
     k_BHTK = layer.split(layer.key(x))
     expected = torch.cat([k_BHTK.softmax(-1), (-k_BHTK).softmax(-1)], -1)
-    assert_same_maths(layer.key_features(x), expected, "features of the keys")
+    assert_same_maths(kept(layer, x)[0].k, expected, "features of the keys")
 
 
 def test_rotary_features_are_those_of_turned_queries_and_keys():
@@ -61,9 +86,12 @@ def test_rotary_features_are_those_of_turned_queries_and_keys():
     options["rope_scaling"] = {"kind": "linear", "factor": 4.0}
     layer = attention.build("linear", dim=16, num_heads=2, **options).double()
     x = torch.randn(2, 12, 16, dtype=torch.float64)
-    for project, features in ((layer.query, layer.query_features), (layer.key, layer.key_features)):
+    past = Watched(x, causal=True)
+    past.start = 7
+    layer.mix(x, past)
+    for project, features in ((layer.query, past.last[1]), (layer.key, past.last[0].k)):
         turned = rotate(layer.split(project(x)), 7, 100.0, channels=4, scaling=layer.config.rope_scaling)
-        assert_same_maths(features(x, 7), torch.nn.functional.softplus(turned), "features from position 7 on")
+        assert_same_maths(features, torch.nn.functional.softplus(turned), "features from position 7 on")
 
 
 def test_a_decoder_of_linear_layers_may_have_rotary_positions():

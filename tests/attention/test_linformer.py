@@ -5,6 +5,7 @@ import torch
 
 from subquad.attention import build
 from subquad.testing import AttentionContract
+from tests.attention.oracles import agrees, attend, heads
 
 SIZES = {"dim": 16, "num_heads": 2}
 
@@ -12,6 +13,25 @@ SIZES = {"dim": 16, "num_heads": 2}
 class TestLinformer(AttentionContract):
     name = "linformer"
     options = {"max_tokens": 32_768, "projected": 6}
+
+    def oracle(self, layer, x_TD):
+        """Attention to learned mixtures of the tokens."""
+        sharing, rows, T = layer.config.sharing, [], len(x_TD)
+        q, k, v = (heads(project(x_TD), self.num_heads) for project in (layer.query, layer.key, layer.value))
+        for t in range(T):
+            row = []
+            for h in range(self.num_heads):
+                of = h if sharing == "none" else 0
+                e = layer.project_keys[of]
+                f = e if sharing == "key_value" else layer.project_values[of]
+                row.append(attend(q[h][t], e[:, :T] @ k[h], f[:, :T] @ v[h]))
+            rows.append(torch.cat(row))
+        return layer.out(torch.stack(rows))
+
+
+@pytest.mark.parametrize("sharing", ["none", "heads", "key_value"])
+def test_the_oracle_agrees_with_each_sharing(sharing):
+    agrees(TestLinformer, sharing=sharing, max_tokens=22)
 
 
 def test_a_sequence_of_more_slots_than_max_tokens_is_refused():

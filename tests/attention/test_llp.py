@@ -1,15 +1,23 @@
 import torch
 
 from subquad.attention import build
-from subquad.testing import AttentionContract
+from tests.attention.oracles import SoftmaxContract, agrees
 
 
-class TestLlp(AttentionContract):
+class TestLlp(SoftmaxContract):
     name = "llp"
     options = {"segment": 16}
 
+    def sees(self, t, s, head):
+        half = self.options["segment"] // 2
+        if not self.options.get("causal", True):
+            return abs(s // half - t // half) <= 1
+        moved = half // 2 if self.options.get("shifted_heads") and self.is_moved(head) else 0
+        near = (s + moved) // half >= (t + moved) // half - 1
+        return s <= t and (near or s < self.options.get("sinks", 0))
 
-class TestLlpWithShiftedHeads(AttentionContract):
+
+class TestLlpWithShiftedHeads(TestLlp):
     """Half of the heads have boundaries moved by a quarter of a segment: another pattern and cache."""
 
     name = "llp"
@@ -18,12 +26,12 @@ class TestLlpWithShiftedHeads(AttentionContract):
     fewest_heads = 2
 
 
-class TestLlpBidirectional(AttentionContract):
+class TestLlpBidirectional(TestLlp):
     name = "llp"
     options = {"segment": 16, "causal": False}
 
 
-class TestLlpWithSinks(AttentionContract):
+class TestLlpWithSinks(TestLlp):
     """More first tokens than a half segment, which end inside one."""
 
     name = "llp"
@@ -31,7 +39,7 @@ class TestLlpWithSinks(AttentionContract):
     laws = (1, 2, 3, 4, 5, 8, 9, 13, 15)
 
 
-class TestLlpWithSinksOfEachKind(AttentionContract):
+class TestLlpWithSinksOfEachKind(TestLlp):
     """Half of the heads have other boundaries, so that other first tokens are near."""
 
     name = "llp"
@@ -55,3 +63,7 @@ def test_a_row_has_weights_on_its_segments_and_on_the_first_tokens():
     for head, expected in enumerate(rows):
         for row, columns in expected.items():
             assert seen[head, row].nonzero().flatten().tolist() == columns, (head, row)
+
+
+def test_of_three_heads_the_last_is_moved():
+    agrees(TestLlpWithShiftedHeads, num_heads=3, bias=True)

@@ -1,5 +1,8 @@
+import torch
+
 from subquad.attention import build
 from subquad.testing import AttentionContract
+from tests.attention.oracles import attend, projected, standardised
 
 
 class TestLlpPrinted(AttentionContract):
@@ -8,8 +11,25 @@ class TestLlpPrinted(AttentionContract):
     name = "llp_printed"
     options = {"segment": 16}
 
+    def oracle(self, layer, x_TD):
+        config = layer.config
+        half = config.segment // 2
 
-class TestLlpPrintedByTheEquations(AttentionContract):
+        def normed(k_TK):
+            return standardised(k_TK) * layer.norm.weight + layer.norm.bias if config.key_norm else k_TK
+
+        q, k, v = projected(layer, x_TD, norm=normed)
+        first_q, first_k, first_v = projected(layer, x_TD, "first_" if config.first_block_projections else "")
+        rows = []
+        for t in range(len(x_TD)):
+            start = max(0, (t // half - 1) * half)
+            of = (first_q, first_k, first_v) if t < half else (q, k, v)
+            y_C = torch.cat([attend(a[t], b[start : t + 1], c[start : t + 1]) for a, b, c in zip(*of, strict=True)])
+            rows.append((layer.first_out if t < half and config.split_output else layer.out)(y_C))
+        return torch.stack(rows)
+
+
+class TestLlpPrintedByTheEquations(TestLlpPrinted):
     """Equations 22 to 24: the first half segment has projections, and so a cache, of its own."""
 
     name = "llp_printed"

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -5,18 +7,60 @@ from subquad.attention import build
 from subquad.ops import documents
 from subquad.state import State
 from subquad.testing import AttentionContract, assert_exact, assert_same_maths
+from tests.attention.oracles import agrees, attend, heads, standardised
 
 
 class TestLuna(AttentionContract):
     name = "luna"
     options = {"memory_tokens": 5}
 
+    def oracle(self, layer, x_TD):
+        """With `f(a, b, z)_t = (1/t) a_t sum_{j <= t} b_j^T z_j`, A = softmax(f(q, k, B)), y = f(A, B, v)."""
+        H, K, rows = self.num_heads, self.dim // self.num_heads, []
+        k = heads((layer.value if layer.config.tied else layer.key)(x_TD), H)
+        q, v, b = (heads(project(x_TD), H) for project in (layer.query, layer.value, layer.pack_value))
+        p = heads(layer.pack_query(layer.memory), H)
 
-class TestLunaBidirectional(AttentionContract):
+        def f(a_K, b_TK, z_TV, t):
+            return a_K @ sum(torch.outer(b_TK[j], z_TV[j]) for j in range(t + 1)) / (t + 1)
+
+        for t in range(len(x_TD)):
+            row = []
+            for h in range(H):
+                b_TL = (1 + 2 ** (b[h] @ p[h].T / math.sqrt(K))).log2()
+                a_L = f(q[h][t] / math.sqrt(K), k[h], b_TL, t).exp()
+                row.append(f(a_L / a_L.sum(), b_TL, v[h], t))
+            rows.append(torch.cat(row))
+        return layer.out(torch.stack(rows))
+
+
+class TestLunaBidirectional(TestLuna):
     """Two heads read what four heads pack."""
 
     name = "luna"
     options = {"memory_tokens": 5, "causal": False, "pack_heads": 4}
+
+    def oracle(self, layer, x_TD):
+        """The memory attends to the tokens, and the tokens to what it read; the memory plus that, normed, goes on."""
+        config = layer.config
+        H, G, p, tied = config.num_heads, config.pack_heads or config.num_heads, layer.memory, config.tied
+        pack_q = heads(layer.pack_query(p), G)
+        pack_v = heads(layer.pack_value(x_TD), G)
+        pack_k = pack_v if tied else heads(layer.pack_key(x_TD), G)
+        packed_LD = torch.stack([
+            torch.cat([attend(pack_q[g][m], pack_k[g], pack_v[g]) for g in range(G)]) for m in range(len(p))
+        ])  # fmt: skip
+        q, v = heads(layer.query(x_TD), H), heads(layer.value(packed_LD), H)
+        k = v if tied else heads(layer.key(packed_LD), H)
+        assert_same_maths(layer(x_TD[None])[1]["handed"][0], standardised(packed_LD + p), "the memory handed on")
+        rows = [torch.cat([attend(q[h][t], k[h], v[h]) for h in range(H)]) for t in range(len(x_TD))]
+        return layer.out(torch.stack(rows))
+
+
+def test_the_oracles_agree_with_keys_of_their_own():
+    agrees(TestLuna, tied=False, bias=True)
+    agrees(TestLunaBidirectional, tied=False, bias=True)
+    agrees(TestLunaBidirectional, pack_heads=None)
 
 
 def make(**options):

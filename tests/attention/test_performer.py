@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from subquad.attention import after_step, build, performer
 from subquad.attention.performer import orthogonal_directions
 from subquad.testing import AttentionContract, assert_same_maths, sharpened
+from tests.attention.oracles import agrees, heads
 
 SIZES = {"dim": 16, "num_heads": 2}
 
@@ -15,18 +16,43 @@ SIZES = {"dim": 16, "num_heads": 2}
 class TestPerformer(AttentionContract):
     name = "performer"
 
+    def oracle(self, layer, x_TD):
+        """Normalised sums of random features, without a stabiliser."""
+        H, T, causal = self.num_heads, len(x_TD), layer.config.causal
+        q, k, v = (heads(project(x_TD), H) for project in (layer.query, layer.key, layer.value))
 
-class TestPerformerBidirectional(AttentionContract):
+        def phi(x_K):
+            x_K = x_K / len(x_K) ** 0.25
+            along_R = layer.directions @ x_K
+            if layer.config.kernel == "relu":
+                return along_R.clamp(min=0) + 1e-3
+            return (along_R - x_K @ x_K / 2).exp() / math.sqrt(len(along_R))
+
+        rows = []
+        for t in range(T):
+            row = []
+            for h in range(H):
+                w_S = torch.stack([phi(q[h][t]) @ phi(k[h][s]) for s in range(t + 1 if causal else T)])
+                row.append(w_S @ v[h][: len(w_S)] / w_S.sum())
+            rows.append(torch.cat(row))
+        return layer.out(torch.stack(rows))
+
+
+class TestPerformerBidirectional(TestPerformer):
     name = "performer"
     options = {"causal": False, "features": 5}
 
 
-class TestPerformerRelu(AttentionContract):
+class TestPerformerRelu(TestPerformer):
     """A scan instead of a running softmax: another state and other roundings."""
 
     name = "performer"
     options = {"kernel": "relu"}
     laws = (1, 2, 3, 4, 5, 8, 9, 11, 14, 15)
+
+
+def test_relu_features_of_both_sides():
+    agrees(TestPerformerRelu, causal=False, features=7, bias=True)
 
 
 @given(features=st.integers(1, 20), channels=st.integers(1, 8))

@@ -4,10 +4,21 @@ import torch
 from subquad import attention
 from subquad.layers.positions import rotate
 from subquad.testing import AttentionContract, assert_same_maths
+from tests.attention.kept import kept
+from tests.attention.oracles import heads, recurrence, silu, standardised, turned
 
 
 class TestRetnet(AttentionContract):
     name = "retnet"
+
+    def oracle(self, layer, x_TD):
+        config, o = layer.config, []
+        q, k, v = (heads(project(x_TD), config.num_heads) for project in (layer.query, layer.key, layer.value))
+        for h in range(config.num_heads):
+            q_TK, k_TK = turned(q[h]) / config.keys**0.5, turned(k[h])
+            o_TV = recurrence(q_TK, k_TK, v[h], torch.full_like(k_TK, 1 - 2.0 ** (-5 - h)))
+            o.append(standardised(o_TV, config.norm_eps))
+        return layer.out(torch.cat(o, -1) * silu(layer.gating(x_TD)))
 
 
 def test_a_head_forgets_half_of_what_its_neighbour_forgets():
@@ -15,10 +26,10 @@ def test_a_head_forgets_half_of_what_its_neighbour_forgets():
     x = torch.randn(1, 9, 16, dtype=torch.float64)
     q, k = (rotate(layer.split(project(x)), 0, 10000.0) for project in (layer.query, layer.key))
     ages = (torch.arange(9)[:, None] - torch.arange(9)).double()
-    for head, kept in enumerate((1 - 1 / 32, 1 - 1 / 64)):
-        expected = (kept ** ages.clamp(min=0) * (q[0, head] @ k[0, head].T) / 8**0.5).tril()
+    for head, left in enumerate((1 - 1 / 32, 1 - 1 / 64)):
+        expected = (left ** ages.clamp(min=0) * (q[0, head] @ k[0, head].T) / 8**0.5).tril()
         assert_same_maths(layer.weights(x)[0, head], expected)
-    assert layer.values(x).shape == (1, 2, 9, 16)
+    assert kept(layer, x)[0].v.shape == (1, 2, 9, 16)
 
 
 @pytest.mark.parametrize(("options", "match"), [

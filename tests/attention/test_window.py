@@ -2,15 +2,23 @@ import pytest
 import torch
 
 from subquad.attention import build
-from subquad.testing import AttentionContract, assert_exact, assert_same_maths
+from subquad.attention.parts import keys, queries
+from subquad.testing import assert_exact, assert_same_maths
+from tests.attention.oracles import SoftmaxContract
 
 
-class TestWindow(AttentionContract):
+class TestWindow(SoftmaxContract):
     name = "window"
     options = {"width": 11}
 
+    def sees(self, t, s, head):
+        width = self.options["width"]
+        if self.options.get("causal", True):
+            return t - width < s <= t or (s <= t and s < self.options.get("sinks", 0))
+        return t - width // 2 <= s < t - width // 2 + width
 
-class TestWindowOfSharedHeads(AttentionContract):
+
+class TestWindowOfSharedHeads(TestWindow):
     """One head of keys and values, rotary positions: they change the cache and depend on positions."""
 
     name = "window"
@@ -18,14 +26,14 @@ class TestWindowOfSharedHeads(AttentionContract):
     laws = (2, 3, 4, 8, 15)
 
 
-class TestWindowBidirectional(AttentionContract):
+class TestWindowBidirectional(TestWindow):
     """An even width: one more token before the query than after it."""
 
     name = "window"
     options = {"width": 12, "causal": False}
 
 
-class TestWindowWithSinks(AttentionContract):
+class TestWindowWithSinks(TestWindow):
     """The first tokens are kept beside the window, with positions of their own."""
 
     name = "window"
@@ -33,7 +41,7 @@ class TestWindowWithSinks(AttentionContract):
     laws = (1, 2, 3, 4, 5, 8, 9, 11, 13, 15)
 
 
-class TestWindowWithALearnedSink(AttentionContract):
+class TestWindowWithALearnedSink(TestWindow):
     name = "window"
     options = {"width": 11, "sinks": 5, "learned_sink": True}
     laws = (1, 2, 3, 4, 5, 8, 9, 11, 13, 15)
@@ -72,7 +80,7 @@ def test_a_learned_sink_joins_the_denominator():
     layer = window(width=3, sinks=2, learned_sink=True)
     assert_exact(layer.sink_logits, torch.zeros(2, dtype=torch.float64))
     layer.sink_logits.copy_(torch.tensor([0.5, -2.0]))
-    scores_BHT = (layer.queries(X)[:, :, 8:] * layer.keys(X)).sum(-1) / 8**0.5
+    scores_BHT = (queries(layer, X, 0)[:, :, 8:] * keys(layer, X, 0)).sum(-1) / 8**0.5
     terms_BHN = scores_BHT[..., [0, 1, 6, 7, 8]].exp()
     expected = terms_BHN / (terms_BHN.sum(-1, keepdim=True) + layer.sink_logits.exp()[:, None])
     assert_same_maths(layer.weights(X)[:, :, 8, [0, 1, 6, 7, 8]], expected)
@@ -96,7 +104,7 @@ def test_a_learned_sink_of_minus_infinity_changes_nothing_and_a_large_one_silenc
 @torch.no_grad()
 def test_sinks_keep_their_own_rotary_positions():
     layer = window(width=3, sinks=2, rope=True)
-    assert_exact(layer(X)[1].tensor("sink_keys"), layer.keys(X)[:, :, :2])
+    assert_exact(layer(X)[1].tensor("near_first_keys"), keys(layer, X, 0)[:, :, :2])
 
 
 @torch.no_grad()

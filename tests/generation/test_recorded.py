@@ -91,11 +91,11 @@ def test_a_ring_holds_what_the_cache_holds(name, options, seen):
     layer = build(name, dim=16, num_heads=2, **options).double()
     _, state = layer(torch.randn(1, seen, 16, dtype=torch.float64))
     ring = layer.to_ring(state, 40)
-    assert ring.tensor("ring_keys").shape[2] == (40 if name == "full" else 8)
-    back, kept = layer.from_ring(ring), state.tensor("keys").shape[2]
-    for entry in ("keys", "values"):
+    assert ring.tensor("near_ring_keys").shape[2] == (40 if name == "full" else 8)
+    back, kept = layer.from_ring(ring), state.tensor("near_keys").shape[2]
+    for entry in ("near_keys", "near_values"):
         assert_exact(back.tensor(entry)[:, :, -kept:], state.tensor(entry))
-    for entry in {"sink_keys", "sink_values"} & set(state):
+    for entry in {"near_first_keys", "near_first_values"} & set(state):
         assert_exact(back.tensor(entry), state.tensor(entry))
 
 

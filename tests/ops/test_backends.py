@@ -12,7 +12,7 @@ from subquad.ops import attend, backends, block_attention, gated_scan, running_s
 from subquad.ops.backends import choose, use_backend, without_autocast
 from subquad.ops.patterns import Blocks, Causal, Dilated, Globals, Random, Segments, Shifted, Strided, Window
 from subquad.ops.patterns.sparse import Columns
-from subquad.ops.scan import choose_for
+from subquad.ops.scan import BACKENDS
 from subquad.ops.softmax import gated_mean
 
 X = torch.ones(1, 1, 3, 2)
@@ -185,7 +185,7 @@ def capable(monkeypatch):
 def default(pattern, device="cuda", dtype=torch.bfloat16, channels=64, training=True, dropout_p=0.0):
     with FakeTensorMode():  # a GPU that need not be there
         q, k, v = (torch.empty(1, 2, 8, channels, dtype=dtype, device=device) for _ in range(3))
-        return attend._default(q.requires_grad_(training), k, v, pattern, dropout_p)
+        return attend._default_on_gpu(q.requires_grad_(training), k, v, pattern, dropout_p)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -215,8 +215,8 @@ def test_a_gpu_without_tensor_cores_for_bfloat16_runs_torch(major, capable):
         x = torch.empty(1, 2, 8, 64, device="cuda")
         for pattern, else_name in ((KERNELS[0], "triton"), (NO_KERNELS[0], "flex")):
             assert default(pattern) == ("torch" if major < 8 else else_name)
-        assert choose_for("gated_scan", None, [x], {}) == ("torch" if major < 8 else "triton")
-        assert choose_for("gated_scan", "triton", [x], {}) == "triton", "an explicit request"
+        assert choose("gated_scan", None, BACKENDS, None, [x]) == ("torch" if major < 8 else "triton")
+        assert choose("gated_scan", "triton", BACKENDS, None, [x]) == "triton", "an explicit request"
 
 
 @pytest.mark.parametrize("pattern", [*KERNELS, *NO_KERNELS], ids=repr)

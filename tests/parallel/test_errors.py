@@ -83,12 +83,11 @@ def test_unsupported_models_and_inputs(group, call, match):
         call()
 
 
-def test_own_mechanisms_must_support_sharing_and_define_sent(group, monkeypatch):
+def test_own_mechanisms_must_support_sharing(group, monkeypatch):
     monkeypatch.setattr(Attention, "registry", dict(Attention.registry))
 
     class Own(attention.mechanism("latte")):
         name: ClassVar[str] = "test_errors"
-        sent = Attention.sent
 
         def mix_tokens(self, x_BTD, state, lengths_B):
             return super().mix_tokens(x_BTD, state, lengths_B)
@@ -98,8 +97,7 @@ def test_own_mechanisms_must_support_sharing_and_define_sent(group, monkeypatch)
     with pytest.raises(ValueError, match="attention 'test_errors' has no way to read a sequence that several"):
         layer(X)
     Own.parallel = True
-    with pytest.raises(NotImplementedError, match="Own must define sent"):
-        layer.communication(8, 2)
+    assert layer.communication(8, 2) == build("latte", **SIZES).communication(8, 2)
 
 
 @pytest.mark.parametrize(("tokens", "ranks"), [(7, 2), (8, 0), (-2, 2)])

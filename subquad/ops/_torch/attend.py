@@ -103,7 +103,8 @@ def _on_cpu(
         q_BHTK, k_BHSK, v_BHSV = (F.pad(x, (0, max(K, V) - x.shape[-1])) for x in (q_BHTK, k_BHSK, v_BHSV))
     # The fused kernel needs contiguous channels.
     q_BHTK, k_BHSK, v_BHSV = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BHTK, k_BHSK, v_BHSV))
-    seen = None if torch.is_grad_enabled() or torch.compiler.is_compiling() else _seen_by_one(pattern, slots, q_BHTK, S)
+    one = q_BHTK.shape[2] == 1 and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    seen = _seen_by_one(pattern, slots, S) if one else None
     if seen is not None:
         out_BHTV, lse_BHT = FUSED(q_BHTK, k_BHSK[:, :, seen], v_BHSV[:, :, seen], scale=scale)
     else:
@@ -111,12 +112,12 @@ def _on_cpu(
     return out_BHTV[..., :V], lse_BHT
 
 
-def _seen_by_one(pattern: Pattern, slots: Slots, q_BHTK: Tensor, keys: int) -> slice | None:
+def _seen_by_one(pattern: Pattern, slots: Slots, keys: int) -> slice | None:
     """Return the key slots that the only query of a decoding step sees if they follow one another, else None."""
-    if q_BHTK.shape[2] != 1 or slots.starts is None or slots.lengths_B is not None:
+    starts = q_start, k_start = slots.q_start, slots.k_start
+    if slots.q_pos_BT is not None or slots.lengths_B is not None:
         return None
-    q_start, k_start = slots.starts
-    lo, hi = seen_slots(pattern, slots.starts, 0, 1, 1, keys)
+    lo, hi = seen_slots(pattern, starts, 0, 1, 1, keys)
     lo = max(lo, -k_start)  # slots at negative positions hold no key
     return slice(lo, hi) if lo < hi and pattern.sees_all(q_start, q_start + 1, lo + k_start, hi + k_start) else None
 

@@ -44,6 +44,7 @@ class Decay:
     def __init__(self, log_f_MCF: Tensor | None, q_NCK: Tensor, v_MCV: Tensor) -> None:
         self.share, self.dtype = len(v_MCV) // max(1, len(q_NCK)) or 1, q_NCK.dtype
         self.G = self.to_row = self.to_end = self.whole = None
+        self.by_channel = log_f_MCF is not None and log_f_MCF.shape[-1] > 1
         if log_f_MCF is None:
             return
         # float64: the differences of G between neighbours are small beside G itself, and float32 would lose them.
@@ -51,11 +52,6 @@ class Decay:
         self.to_row = self.G.exp().to(self.dtype)
         self.to_end = (self.G[:, -1:] - self.G).exp_().to(self.dtype)
         self.whole = self.to_row[:, -1, :, None]  # from the chunk's start to its end
-
-    @property
-    def by_channel(self) -> bool:
-        """Whether each channel has a decay of its own."""
-        return self.G is not None and self.G.shape[-1] > 1
 
     @functools.cached_property
     def between(self) -> Tensor:

@@ -44,7 +44,7 @@ def gated_scan_op(
     """
     (N, T, V), K = v_NTV.shape, q_NTK.shape[-1]
     parts = pieces(q_NTK, v_NTV, log_f_NTF, chunk)
-    out_NTV, total_NT = empty_like(v_NTV), v_NTV.new_empty(N, T if normalise else 0)
+    out_NTV, total_NT = empty(v_NTV, N, T, V), v_NTV.new_empty(N, T if normalise else 0)
     # Without `save` each piece overwrites the states of the one before.
     counts = [part.chunks for part in parts]
     kept = sum(counts) if save else max(counts, default=0)

@@ -48,11 +48,6 @@ MEAN_CHUNK = 512
 """Tokens per chunk, for several latents and for one."""
 
 
-def chunk_size(latents: int) -> int:
-    """Return the default tokens per chunk."""
-    return MEAN_CHUNK if latents == 1 else CHUNK
-
-
 class ChunkGradients(NamedTuple):
     """Gradients of p, k and v, and of the state before the chunk: `r` of its mean, `u` of minus its log-normaliser."""
 
@@ -226,8 +221,8 @@ def running_softmax_op(
     Kept ones have shape `[chunks, N, L (, V)]`. A token adds `own` times its own value to its output.
     """
     (N, T, L), V = k_NTL.shape, v_NTV.shape[-1]
-    out_NTV = empty_like(v_NTV)
-    kept = _kept(T, chunk, save)
+    out_NTV = empty(v_NTV, N, T, V)
+    kept = -(-T // chunk) if save else 0
     normalisers, means = a_NL.new_empty(kept, N, L), empty(s_NLV, kept, N, L, V)
     on_cpu = v_NTV.device.type == "cpu"  # elsewhere the test of the logits would wait for the device
     for part in _pieces(k_NTL, v_NTV, chunk):
@@ -250,11 +245,6 @@ def running_softmax_op(
         a_NL, s_NLV = a_PNL[-1], s_PNLV[-1]
     # An operator may not return its own input, nor a view that keeps a piece's states.
     return out_NTV, a_NL.clone(), s_NLV.clone(), normalisers, means
-
-
-def _kept(tokens: int, chunk: int, save: bool) -> int:
-    """Return the number of states kept for the backward pass, by an expression that holds for symbolic sizes too."""
-    return -(-tokens // chunk) if save else 0
 
 
 def _pieces(k_NTL: Tensor, v_NTV: Tensor, chunk: int) -> list[Piece]:
@@ -294,7 +284,7 @@ def _replace_late(
 
 @running_softmax_op.register_fake
 def _(p, k, v, own, a, s, chunk, save):  # type: ignore[no-untyped-def]
-    kept = _kept(k.shape[1], chunk, save)
+    kept = -(-k.shape[1] // chunk) if save else 0  # holds for symbolic sizes too
     return (*(x.new_empty(x.shape) for x in (v, a, s)), *(x.new_empty(kept, *x.shape) for x in (a, s)))
 
 

@@ -72,8 +72,8 @@ class Pattern:
 
     def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
         """Return the range `[lo, hi)` of keys that queries in `[q_start, q_stop)` may see; hi None: to the last key."""
-        lo = 0 if self.reach is None else max(0, q_start - self.reach)
-        return lo, None if self.ahead is None else q_stop + self.ahead
+        reach, ahead = self.reach, self.ahead
+        return 0 if reach is None else max(0, q_start - reach), None if ahead is None else q_stop + ahead
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
         """Return the starts of the tiles of `[q_start, q_stop)`; queries of one tile share a key range.

@@ -1,0 +1,242 @@
+"""Keys and values as a memory: softmax over the keys that patterns allow; the state holds those still in reach.
+
+Shape letters: B batch, H heads, G key heads, T tokens, S keys, K channels of a head, V value channels, N slots of a
+ring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from subquad.ops import block_attention_with_lse, merge_attention
+from subquad.ops.attend import softmax_weights
+from subquad.ops.caches import appended, first_slots, last_slots
+from subquad.ops.patterns import Pattern
+from subquad.parallel.exchange import earlier, first_before, last_before
+from subquad.parallel.ring import ring_attention
+
+Tensors = tuple[Tensor, ...]
+Entries = dict[str, Tensor]
+Attended = tuple[Tensor, Tensor]
+"""Outputs `[B, H, T, V]` and logsumexp `[B, H, T]`."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """The keys that a query sees: those that a pattern of `near` allows, and of the first tokens those of `far`.
+
+    One entry of `near` is for all heads; of two, the second is for the last H // 2 heads. An entry is one pattern or a
+    union of disjoint ones. `far` has one pattern for each entry, disjoint from it, and the state keeps the `first`
+    tokens for ever. Made once, with the layer.
+    """
+
+    near: tuple[tuple[Pattern, ...], ...]
+    far: tuple[Pattern, ...] = ()
+    first: int = 0
+
+    # Made once: a decoding step would compute properties several times, and torch.compile traces no cached ones.
+    reach: int | None = field(init=False)
+    """How many tokens back `near` looks at most; None: to the first token."""
+    slots: tuple[str, ...] = field(init=False)
+    """Names of the state's entries."""
+
+    def __post_init__(self) -> None:
+        reaches = [pattern.reach for union in self.near for pattern in union]
+        object.__setattr__(self, "reach", None if None in reaches else max(r for r in reaches if r is not None))
+        names = "_keys", "_values", "_first_keys", "_first_values"
+        object.__setattr__(self, "slots", names if self.first else names[:2])
+
+    def unions(self, heads: int) -> list[tuple[int, tuple[Pattern, ...]]]:
+        """Return groups of neighbouring query heads: their number, and the disjoint patterns whose union they see."""
+        all_of = [(*near, self.far[i]) for i, near in enumerate(self.near)] if self.far else list(self.near)
+        return list(zip(heads_of(self.near, heads), all_of, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class KeyValues:
+    """What tokens write: keys `[B, G, T, K]` and values; `read(q)` is softmax attention over what `sight` allows.
+
+    `sink_H` is a logit of each head that takes part in the softmax and has no value.
+    """
+
+    k: Tensor
+    v: Tensor
+    sight: Sight
+    dropout_p: float = 0.0
+    sink_H: Tensor | None = None
+
+    ring_slots: ClassVar[tuple[str, ...]] = ("_ring_keys", "_ring_values")
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the state's entries."""
+        return self.sight.slots
+
+    def read(self, q_BHTK: Tensor, before: Tensors | None, at: Any) -> tuple[Tensor, Tensors]:
+        """Return the outputs, and the last keys and values of each row that the next token may see."""
+        sight, group = self.sight, at.group
+        if before is None and group is not None:  # keys without a bound on their reach travel round the ranks
+            return ring_attention(self._attend_near, q_BHTK, self.k, self.v, group), (self.k, self.v)
+        k, v, lengths, old = self.k, self.v, at.lengths, 0
+        if before is not None:
+            k, v = appended(before[0], k), appended(before[1], v)
+            old = k.shape[2] - at.tokens
+            lengths = None if lengths is None else lengths + old
+        found = self._attend(q_BHTK, k, v, q_start=at.start, k_start=at.start - old, lengths=lengths)
+        kept = k.shape[2] if sight.reach is None else min(k.shape[2], sight.reach)
+        after: Tensors = (last_slots(k, kept, lengths), last_slots(v, kept, lengths))
+        if sight.first:
+            held = (None, None) if before is None else before[2:]
+            n = sight.first
+            first = [first_slots(x[:, :, :n], y, at.start, n) for x, y in zip((self.k, self.v), held, strict=True)]
+            # `far` allows keys before the query alone, so that empty slots are not seen.
+            far = attend(sight.far, q_BHTK, first[0], first[1], self.dropout_p, q_start=at.start)
+            found, after = merge_attention(*zip(found, far, strict=True)), (*after, *first)
+        return self._beside_sink(*found), after
+
+    def read_all(self, q_BHTK: Tensor, at: Any) -> Tensor:
+        """Return the bidirectional form: a pattern that looks ahead needs no state."""
+        return self._beside_sink(*self._attend(q_BHTK, self.k, self.v, lengths=at.lengths))
+
+    def literal(self, q_BHTK: Tensor, causal: bool) -> Tensor:
+        """Return the product of the weights and the values."""
+        share = q_BHTK.shape[1] // self.k.shape[1]
+        k, v = (x.repeat_interleave(share, 1) for x in (self.k, self.v))
+        return self.weights(q_BHTK, k).to(v.dtype) @ v
+
+    def weights(self, q_BHTK: Tensor, k_BHSK: Tensor) -> Tensor:
+        """Return the weights `[B, H, T, S]` of all heads, each over the keys that it sees."""
+        heads, unions = zip(*self.sight.unions(q_BHTK.shape[1]), strict=True)
+        sinks = [None] * len(heads) if self.sink_H is None else self.sink_H.split(heads)
+        parts = zip(q_BHTK.split(heads, 1), k_BHSK.split(heads, 1), sinks, unions, strict=True)
+        return torch.cat([softmax_weights(q, k, *union, sink_H=sink) for q, k, sink, union in parts], 1)
+
+    def _attend(self, q_BHTK: Tensor, k: Tensor, v: Tensor, **where: Any) -> Attended:
+        """Return what the queries find near, merging unions of patterns."""
+        parts = [
+            attend(patterns, q_BHTK, k, v, self.dropout_p, **where) for patterns in zip(*self.sight.near, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else merge_attention(*zip(*parts, strict=True))
+
+    def _attend_near(self, q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int) -> Attended:
+        return self._attend(q, k, v, q_start=q_start, k_start=k_start)
+
+    def _beside_sink(self, y_BHTV: Tensor, lse_BHT: Tensor) -> Tensor:
+        if self.sink_H is None:
+            return y_BHTV
+        # In float64: the logit's gradient sums over all tokens, where much cancels; the shares are few numbers.
+        share_BHT = torch.sigmoid(lse_BHT.double() - self.sink_H.double()[:, None]).to(lse_BHT.dtype)
+        return (y_BHTV * share_BHT[..., None]).to(y_BHTV.dtype)
+
+    # Between ranks rows travel, not summaries: those in reach, and the first ones.
+
+    def fetched(self, at: Any) -> Tensors | None:
+        """Return the entries before these tokens; None if the keys travel round a ring instead."""
+        if self.sight.reach is None:
+            return None
+        size, n = at.group.size, self.sight.first
+        found = earlier(last_before(self.sight.reach, at.tokens, size), at.group, self.k, self.v)
+        if n:
+            held = earlier(first_before(n, at.tokens, size), at.group, self.k, self.v)
+            # Padded, not made anew, on the first rank too: it must take part in the backward pass.
+            found += tuple([F.pad(x, (0, 0, 0, n - x.shape[2])) for x in held])
+        return found
+
+    def gathered(self, entries: Entries, group: Any) -> Entries:
+        """Return the keys and values of all ranks from those of each."""
+        return {slot: group.gather(x, 2) for slot, x in entries.items()}
+
+    # In place: near keys stand in a ring, position p in slot p mod N; behind it the first ones, and one of zeros for
+    # the learned sink, so that a step is one call of scaled_dot_product_attention.
+
+    def to_ring(self, entries: Entries, seen: int, capacity: int) -> Entries:
+        """Return the rings of one row's keys and values: N slots, the reach and one, or `capacity` without a bound."""
+        N = capacity if self.sight.reach is None else self.sight.reach + 1
+        rings = {}
+        for kind in ("_keys", "_values"):
+            near = entries[kind][:, :, -N:]
+            ring = F.pad(near, (0, 0, N - near.shape[2], 0)).roll(seen % N, 2)
+            if self.sight.first:
+                ring = torch.cat([ring, entries[f"_first{kind}"]], 2)
+            rings[f"_ring{kind}"] = F.pad(ring, (0, 0, 0, int(self.sink_H is not None)))
+        return rings
+
+    def from_ring(self, rings: Entries, seen: int) -> Entries:
+        """Return the entries that `to_ring` takes, aligned to the end."""
+        entries, n = {}, self.sight.first
+        for kind in ("_keys", "_values"):
+            ring = rings[f"_ring{kind}"]
+            N = self._ring_slots(ring)
+            entries[kind] = ring[:, :, :N].roll(-(seen % N), 2)
+            if n:
+                entries[f"_first{kind}"] = ring[:, :, N : N + n]
+        return entries
+
+    def read_in_place(self, q_BH1K: Tensor, rings: Tensors, at: Any) -> Tensor:
+        """Write one token's key and value into the rings, and read them."""
+        k_BGNK, v_BGNV = rings
+        seen_B, N = at.start, self._ring_slots(k_BGNK)
+        slots = [seen_B % N]
+        if self.sight.first:  # a token after the first ones is written into the same slot again
+            slots.append(torch.where(seen_B < self.sight.first, N + seen_B, slots[0]))
+        slots = [slot_B[:, None, None, None] for slot_B in slots]
+        for held, new in ((k_BGNK, self.k), (v_BGNV, self.v)):
+            for slot_B111 in slots:
+                held.scatter_(2, slot_B111.expand(new.shape), new.to(held.dtype))
+        bias_BHN = self._bias(seen_B, N, q_BH1K)
+        return F.scaled_dot_product_attention(
+            q_BH1K, k_BGNK, v_BGNV, bias_BHN[:, :, None], enable_gqa=k_BGNK.shape[1] != q_BH1K.shape[1]
+        )
+
+    def _ring_slots(self, ring_BGNK: Tensor) -> int:
+        return ring_BGNK.shape[2] - self.sight.first - (self.sink_H is not None)
+
+    def _bias(self, seen_B: Tensor, N: int, q_BH1K: Tensor) -> Tensor:
+        """Return `[B, H, slots]`: 0 for keys that the token at position `seen` sees, the sink's logit, else -inf."""
+        sight = self.sight
+        # Slot n holds the last position that is n modulo the slots; before the first round there is none.
+        p_BN = seen_B[:, None] - (seen_B[:, None] - torch.arange(N, device=seen_B.device)) % N
+        bias_BHN = bias_of([union[0] for union in sight.near], seen_B, p_BN, q_BH1K)
+        if sight.first:
+            p_BN = torch.arange(sight.first, device=seen_B.device).expand(len(seen_B), -1)
+            bias_BHN = torch.cat([bias_BHN, bias_of(sight.far, seen_B, p_BN, q_BH1K)], 2)
+        if self.sink_H is not None:
+            sink_BH1 = self.sink_H.to(q_BH1K.dtype)[:, None].expand(len(seen_B), -1, -1)
+            bias_BHN = torch.cat([bias_BHN, sink_BH1], 2)
+        return bias_BHN
+
+
+def attend(patterns: Any, q_BHTK: Tensor, k: Tensor, v: Tensor, dropout_p: float, **where: Any) -> Attended:
+    """Return outputs and logsumexp; of two patterns the second is for the last H // 2 heads."""
+    if len(patterns) == 1:
+        return block_attention_with_lse(q_BHTK, k, v, patterns[0], dropout_p=dropout_p, **where)
+    heads, share = heads_of(patterns, q_BHTK.shape[1]), q_BHTK.shape[1] // k.shape[1]
+    groups = (x.split(heads, 1) for x in (q_BHTK, k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)))
+    parts = [
+        block_attention_with_lse(q, k, v, pattern, dropout_p=dropout_p, **where)
+        for q, k, v, pattern in zip(*groups, patterns, strict=True)
+    ]
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, 1), torch.cat(lses, 1)
+
+
+def bias_of(patterns: Any, seen_B: Tensor, p_BN: Tensor, q_BH1K: Tensor) -> Tensor:
+    """Return `[B, H, N]`: 0 where the query at position `seen` sees the key at `p`, else -inf."""
+    zero_B1N = torch.zeros_like(p_BN, dtype=q_BH1K.dtype)[:, None]
+    biases = [
+        zero_B1N.masked_fill(~(pattern.allowed(seen_B[:, None], p_BN) & (p_BN >= 0))[:, None], -torch.inf)
+        for pattern in patterns
+    ]
+    # Not of the configuration: tensor parallelism divides the heads.
+    heads = heads_of(patterns, q_BH1K.shape[1])
+    return torch.cat([x.expand(-1, n, -1) for x, n in zip(biases, heads, strict=True)], 1)
+
+
+def heads_of(groups: Any, heads: int) -> list[int]:
+    """Return the number of query heads of each group: all, or of two groups the first ones and the last H // 2."""
+    return [heads] if len(groups) == 1 else [heads - heads // 2, heads // 2]

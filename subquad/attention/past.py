@@ -1,0 +1,246 @@
+"""What a layer knows of the tokens before these: one interface for mechanisms, and its interpreters.
+
+A mechanism's `mix(x, past)` sees `start`, `extended`, `values` and `keep`, and reads the memories that it kept; it
+never learns which interpreter it has. A memory is an immutable value of what tokens write, and knows
+
+    slots                                   the names of its entries in a state, after its own name
+    read(q, before, at) -> (y, after)       what queries find, and the entries after these tokens
+    read_all(q, at) -> y                    the bidirectional form
+    literal(q, causal) -> y                 the definition: dense weights times values
+    summary(), merge, empty, begin          a monoid over stretches of tokens, for other processes
+
+where `before` are the entries before these tokens (None: there are none) and `at` is the `Past`.
+
+Shape letters: B batch, T tokens, S tokens with those before them, D model width, C channels, H heads, V value channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from subquad.ops.caches import advance, last_slots
+from subquad.ops.padding import real_slots
+from subquad.parallel import active_group
+from subquad.parallel.exchange import earlier, last_before, prefix
+from subquad.state import State
+
+Tensors = tuple[Tensor, ...]
+IN_PLACE = "in_place"
+"""Entry of a state whose keys and values stand in rings, which decoding writes where they are."""
+
+
+Entries = dict[str, Tensor]
+"""Entries of a memory, by its slots."""
+Convert = Callable[[Any, Entries], Entries]
+"""Maps a memory and its entries to those of another kind of state."""
+
+
+class Kept(NamedTuple):
+    """A memory that queries of these tokens can read, once."""
+
+    past: Past
+    name: str
+    memory: Any
+    before: Tensors | None
+    """Its entries before these tokens; None: there are none."""
+
+    def read(self, q: Any) -> Tensor:
+        """Return what the queries find, `[B, H, T, V]`. Raises `RuntimeError` for a second read."""
+        return self.past.read(self, q)
+
+
+class Past:
+    """The interpreter `fast`: the engines, and the state after these tokens. The others change what they override.
+
+    `lengths_B` says how many tokens of each row are real (None: all), and in an active group the tokens are this
+    rank's part of a sequence.
+    """
+
+    def __init__(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> None:
+        self.tokens, self.lengths = x_BTD.shape[1], lengths_B
+        self.mask = None if lengths_B is None else real_slots(lengths_B, self.tokens)
+        """Bool `[B, T]`, True for a real token; None if all are."""
+        given: dict[str, Any] = {} if state is None else state.entries
+        self.handed: Any = given.get("handed")
+        """What the layer below hands on, which travels in the state; None: nothing."""
+        self.given: dict[str, Any] | None = given if "seen" in given else None
+        """Entries of the state before these tokens; None at the start."""
+        self.group = active_group()
+        self.start: Any = 0
+        """Position of the first token: an int, or a tensor `[B]`."""
+        if self.given is not None:
+            self.start = given["seen"]
+        elif self.group is not None:
+            self.start = self.group.offset(self.tokens)
+        seen = self.start + self.tokens if lengths_B is None else advance(self.start, self.tokens, lengths_B)
+        self.entries: dict[str, Any] = {"seen": seen}
+        """Entries of the state after these tokens."""
+        self.unread: dict[str, Any] = {}
+        """Memories that were kept and not read yet, by name."""
+
+    def hand_on(self, x: Tensor) -> None:
+        """Hand `x` to the layer above."""
+        self.entries["handed"] = x
+
+    def values(self, v_BHTV: Tensor) -> Tensor:
+        """Mark the values: a mechanism's weights are what it makes of the identity in their place."""
+        return v_BHTV
+
+    def keep(self, **memories: Any) -> list[Kept]:
+        """Keep memories under these names, which can then be read; what earlier ranks know comes in one exchange."""
+        self.unread.update(memories)
+        given = self.given
+        if given is not None:
+            items = memories.items()
+            return [Kept(self, name, m, tuple([given[name + slot] for slot in m.slots])) for name, m in items]
+        befores: Any = [None] * len(memories)
+        if self.group is not None:
+            befores = from_earlier_ranks(list(memories.values()), self)
+        return [Kept(self, *item, before) for item, before in zip(memories.items(), befores, strict=True)]
+
+    def read(self, kept: Kept, q: Any) -> Tensor:
+        """Read a memory, and keep its entries after these tokens."""
+        _, name, memory, before = kept
+        if name not in self.unread:
+            raise RuntimeError(f"memory {name!r} is read twice: keep one for each read")
+        del self.unread[name]
+        y_BHTV, after = memory.read(q, before, self)
+        for slot, x in zip(memory.slots, after, strict=True):
+            self.entries[name + slot] = x
+        return y_BHTV
+
+    def extended(self, name: str, x_BTC: Tensor, count: int) -> Tensor:
+        """Return the `count` rows before these and these, `[B, count + T, C]`; zeros stand where there are none."""
+        if self.given is not None:
+            x_BSC = torch.cat([self.given[name].to(x_BTC.dtype), x_BTC], 1)
+        elif self.group is None:
+            x_BSC = F.pad(x_BTC, (0, 0, count, 0))
+        else:
+            spans = last_before(count, self.tokens, self.group.size)
+            (before_B1NC,) = earlier(spans, self.group, x_BTC[:, None])
+            x_BSC = F.pad(torch.cat([before_B1NC[:, 0], x_BTC], 1), (0, 0, count - before_B1NC.shape[2], 0))
+        if self.lengths is None:  # a copy: a view would keep a whole prompt's rows alive
+            self.entries[name] = x_BSC[:, self.tokens :].clone()
+        else:
+            self.entries[name] = last_slots(x_BSC[:, None], count, self.lengths + count)[:, 0]
+        return x_BSC
+
+
+class Whole(Past):
+    """The interpreter `bidirectional`: queries find all tokens, and the state counts them only."""
+
+    def read(self, kept: Kept, q: Any) -> Tensor:
+        """Read a memory of all tokens."""
+        del self.unread[kept.name]
+        y_BHTV: Tensor = kept.memory.read_all(q, self)
+        return y_BHTV
+
+    def extended(self, name: str, x_BTC: Tensor, count: int) -> Tensor:
+        """Refuse: tokens of both sides would be needed."""
+        raise NotImplementedError("a bidirectional layer has no tokens before these")
+
+
+class InPlace(Past):
+    """The interpreter `in place`: one token of each row, whose keys and values are written into the state's rings."""
+
+    def __init__(self, x_B1D: Tensor, state: State, lengths_B: Tensor | None) -> None:
+        if x_B1D.shape[1] != 1 or lengths_B is not None:
+            raise ValueError(f"decoding in place reads one token of each row without padding, got {x_B1D.shape[1]}")
+        super().__init__(x_B1D, state, None)
+        self.entries[IN_PLACE] = 1
+
+    def keep(self, **memories: Any) -> list[Kept]:
+        """Keep memories under these names, with their rings where they have some."""
+        self.unread.update(memories)
+        given = self.given or {}
+        slots = {name: getattr(memory, "ring_slots", memory.slots) for name, memory in memories.items()}
+        return [
+            Kept(self, name, m, tuple([given[name + slot] for slot in slots[name]])) for name, m in memories.items()
+        ]
+
+    def read(self, kept: Kept, q: Any) -> Tensor:
+        """Read a memory in place if it has rings, and others as usual."""
+        _, name, memory, rings = kept
+        if not hasattr(memory, "ring_slots"):
+            return super().read(kept, q)
+        del self.unread[kept.name]
+        assert rings is not None
+        for slot, x in zip(memory.ring_slots, rings, strict=True):
+            self.entries[name + slot] = x
+        y_BHTV: Tensor = memory.read_in_place(q, rings, self)
+        return y_BHTV
+
+
+class Converted(Past):
+    """Turn a state into one of another kind: `mix` runs on no tokens, and `convert` maps each memory's entries."""
+
+    def __init__(self, none_B0D: Tensor, state: State, convert: Convert) -> None:
+        super().__init__(none_B0D, state, None)
+        self._convert = convert
+
+    def keep(self, **memories: Any) -> list[Kept]:
+        """Keep memories under these names."""
+        self.unread.update(memories)
+        return [Kept(self, name, memory, None) for name, memory in memories.items()]
+
+    def read(self, kept: Kept, q: Any) -> Tensor:
+        """Keep the converted entries, and find nothing."""
+        del self.unread[kept.name]
+        _, name, memory, _ = kept
+        slots, given = (*memory.slots, *getattr(memory, "ring_slots", ())), self.given or {}
+        found = {slot: given[name + slot] for slot in slots if name + slot in given}
+        self.entries |= {name + slot: x for slot, x in self._convert(memory, found).items()}
+        y_BHTV: Tensor = memory.v.new_zeros(*q.shape[:3], memory.v.shape[-1])
+        return y_BHTV
+
+
+class Literal(Past):
+    """The interpreter `literal`, the definition; with `eye`, the identity stands for the values: weights come out."""
+
+    def __init__(self, x_BTD: Tensor, *, causal: bool, eye: bool = False) -> None:
+        super().__init__(x_BTD, None, None)
+        self._causal, self._eye = causal, eye
+
+    def values(self, v_BHTV: Tensor) -> Tensor:
+        """Return the values, or the identity `[B, H, T, T]`."""
+        if not self._eye:
+            return v_BHTV
+        T = v_BHTV.shape[2]
+        return torch.eye(T, dtype=v_BHTV.dtype, device=v_BHTV.device).expand(*v_BHTV.shape[:2], T, T)
+
+    def read(self, kept: Kept, q: Any) -> Tensor:
+        """Return the product of the weights and the values, in the inputs' precision."""
+        del self.unread[kept.name]
+        with torch.autocast(kept.memory.v.device.type, enabled=False):
+            y_BHTV: Tensor = kept.memory.literal(q, self._causal)
+        return y_BHTV
+
+
+def from_earlier_ranks(memories: list[Any], at: Past) -> list[Tensors | None]:
+    """Return each memory's entries after the earlier ranks' tokens; all summaries travel in one exchange."""
+    assert at.group is not None
+    summed = [memory for memory in memories if hasattr(memory, "summary")]
+    begun: dict[int, Tensors] = {}
+    if summed:
+        parts = [memory.summary() for memory in summed]
+        sizes = [len(part) for part in parts]
+
+        def merge(earlier: Tensors, later: Tensors, /) -> Tensors:
+            pairs = zip(summed, cut(earlier, sizes), cut(later, sizes), strict=True)
+            return sum((memory.merge(a, b) for memory, a, b in pairs), ())
+
+        empty = sum((memory.empty for memory in summed), ())
+        found = cut(prefix(sum(parts, ()), merge, empty, at.group), sizes)
+        begun = {id(memory): memory.begin(part) for memory, part in zip(summed, found, strict=True)}
+    return [begun[id(memory)] if id(memory) in begun else memory.fetched(at) for memory in memories]
+
+
+def cut(x: Tensors, sizes: list[int]) -> list[Tensors]:
+    """Cut a tuple into tuples of these sizes."""
+    parts = iter(x)
+    return [tuple(next(parts) for _ in range(size)) for size in sizes]

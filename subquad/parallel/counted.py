@@ -1,0 +1,36 @@
+"""Bytes between ranks, counted in runs on tensors without data: each rank runs alone, and its exchanges only add."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from subquad.ops.counting import without_data
+from subquad.parallel.group import ContextGroup, Message, Sent, context_parallel
+
+
+class CountingGroup(ContextGroup):
+    """Rank `rank` of `size` by itself: what it would receive is left as it is."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.sent = rank, size, Sent()
+
+    def exchange(
+        self, outgoing: Sequence[Message], incoming: Sequence[Message], *, backward: bool = False
+    ) -> Callable[[], None]:
+        """Add the bytes of what is sent."""
+        size = sum(x.nbytes for _, x in outgoing)
+        self.sent = self.sent.plus(Sent(0, size) if backward else Sent(size, 0))
+        return lambda: None
+
+
+def bytes_sent(layer: nn.Module, make_input: Callable[[], Tensor], ranks: int) -> list[Sent]:
+    """Return the bytes that each rank sends, forward and backward in float32, if each reads `make_input()`."""
+    groups = [CountingGroup(rank, ranks) for rank in range(ranks)]
+    with without_data(layer, training=False) as call:
+        for group in groups:
+            with context_parallel(group):
+                y_BTD, _ = call(layer, make_input())
+            y_BTD.sum().backward()
+    return [group.sent for group in groups]

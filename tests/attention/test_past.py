@@ -1,0 +1,126 @@
+"""`past` and the memories that a mechanism keeps in it, below the layers."""
+
+import pytest
+import torch
+
+from subquad.attention import Linear, build
+from subquad.attention.memories.recurrence import Recurrence
+from subquad.attention.memories.running_softmax import RunningSoftmax
+from subquad.attention.past import Past, Whole, from_earlier_ranks
+from subquad.parallel import context_parallel
+from subquad.state import State
+from subquad.testing import assert_exact, assert_same_maths
+from tests.parallel.ranks import on_ranks
+
+SIZES = {"dim": 16, "num_heads": 2}
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_memory_that_is_kept_and_never_read_is_named():
+    class Forgetful(Linear):
+        def mix(self, x_BTD, past):
+            past.keep(other=Recurrence(draw(1, 2, 5, 3), draw(1, 2, 5, 8)))
+            return super().mix(x_BTD, past)
+
+    layer = Forgetful(Forgetful.Config(**SIZES)).double()
+    with pytest.raises(RuntimeError, match="linear keeps other and does not read it"):
+        layer(draw(1, 5, 16))
+
+
+def test_a_memory_is_read_once():
+    past = Past(draw(1, 5, 16), None, None)
+    (sums,) = past.keep(sums=Recurrence(draw(1, 2, 5, 3), draw(1, 2, 5, 8)))
+    sums.read(draw(1, 2, 5, 3))
+    with pytest.raises(RuntimeError, match="memory 'sums' is read twice: keep one for each read"):
+        sums.read(draw(1, 2, 5, 3))
+
+
+def test_a_bidirectional_layer_has_no_rows_before():
+    with pytest.raises(NotImplementedError, match="a bidirectional layer has no tokens before these"):
+        Whole(draw(1, 5, 16), None, None).extended("convolution", draw(1, 5, 3), 2)
+
+
+@pytest.mark.parametrize("cut", range(8))
+def test_rows_before_these_are_those_of_a_whole_sequence(cut):
+    x = draw(2, 7, 3)
+    whole = Past(x, None, None)
+    extended = whole.extended("rows", x, 3)
+    assert_exact(extended, torch.cat([torch.zeros(2, 3, 3).double(), x], 1), "zeros stand before the first token")
+    first = Past(x[:, :cut], None, None)
+    assert_exact(first.extended("rows", x[:, :cut], 3), extended[:, : 3 + cut], "before the cut")
+    second = Past(x[:, cut:], State(first.entries, ""), None)
+    assert second.start == cut
+    assert_exact(second.extended("rows", x[:, cut:], 3), extended[:, cut:], "after the cut")
+    assert_exact(second.entries["rows"], whole.entries["rows"], "the rows that are kept")
+    assert whole.entries["rows"].untyped_storage().nbytes() == 2 * 3 * 3 * 8, "a view would keep all rows alive"
+
+
+def test_the_rows_that_are_kept_are_real_ones():
+    x, before = draw(3, 6, 3), draw(3, 3, 3, seed=1)
+    past = Past(x, State({"seen": 4, "rows": before}, ""), torch.tensor([0, 2, 6]))
+    assert_exact(past.extended("rows", x, 3), torch.cat([before, x], 1))
+    expected = torch.stack([before[0], torch.cat([before[1, 2:], x[1, :2]]), x[2, 3:]])
+    assert_exact(past.entries["rows"], expected, "after 0, 2 and 6 real rows")
+
+
+def memories(part):
+    """Return one memory of each kind of summary, of some tokens of a sequence of 12."""
+    k, v, logits = draw(1, 2, 12, 3)[:, :, part], draw(1, 2, 12, 4, seed=1)[:, :, part], draw(1, 2, 12, 5)[:, :, part]
+    log_f, beta = -draw(1, 2, 12, 1, seed=2)[:, :, part].abs(), draw(1, 2, 12, 1, seed=3)[:, :, part].sigmoid()
+    unit = k / k.norm(dim=-1, keepdim=True)
+    return [
+        RunningSoftmax(logits, v), Recurrence(k, v), Recurrence(k, v, log_f), Recurrence(unit, v, log_f, beta),
+    ]  # fmt: skip
+
+
+QUERIES = (5, 3, 3, 3)
+
+
+def after(tokens):
+    """Return the entries of each memory after these tokens of one process."""
+    past = Past(draw(1, tokens, 16), None, None)
+    found = zip(memories(slice(tokens)), QUERIES, strict=True)
+    return [memory.read(draw(1, 2, tokens, width), None, past)[1] for memory, width in found]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_memories_of_earlier_ranks_come_merged_in_one_exchange(ranks):
+    tokens = 12 // ranks
+
+    def work(group):
+        exchange, exchanges = group.exchange, []
+        group.exchange = lambda *args, **options: exchanges.append(args) or exchange(*args, **options)
+        own = memories(slice(group.rank * tokens, (group.rank + 1) * tokens))
+        with context_parallel(group):
+            past = Past(draw(1, tokens, 16), None, None)
+            found = from_earlier_ranks(own, past)
+            of_all = len(exchanges)
+            from_earlier_ranks(own[:1], past)
+        return found, of_all, len(exchanges) - of_all
+
+    for rank, (found, of_all, of_one) in enumerate(on_ranks(ranks, work)):
+        assert of_all == of_one, "four memories take as many exchanges as one"
+        assert of_all or ranks == 1
+        if rank == 0:
+            continue  # there is nothing before it
+        for entries, expected in zip(found, after(rank * tokens), strict=True):
+            for actual, one in zip(entries, expected, strict=True):
+                assert_same_maths(actual, one, f"rank {rank} of {ranks}")
+
+
+@pytest.mark.parametrize("name", ["latte", "gla", "gated_delta_net", "mlstm"])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_counted_bytes_are_those_of_real_exchanges(name, ranks):
+    torch.manual_seed(0)
+    layer = build(name, **SIZES)
+
+    def work(group):
+        with context_parallel(group):
+            y, _ = layer(torch.randn(1, 3, 16, requires_grad=True))
+        torch.autograd.grad(y.sum(), list(layer.parameters()))
+        return group.sent
+
+    assert on_ranks(ranks, work) == list(layer.communication(3 * ranks, ranks))
