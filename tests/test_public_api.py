@@ -21,7 +21,7 @@ MOST_NAMES = 110
 METHODS = {
     "subquad.State": ("save", "load", "check", "map"),
     "subquad.attention.Attention": (
-        "forward", "weights", "values", "merge", "definition", "cost", "communication",
+        "forward", "weights", "definition", "cost", "communication",
     ),
     "subquad.models.Decoder": ("forward", "hidden", "loss", "cost", "communication"),
     "subquad.parallel.ContextGroup": ("neighbours", "offset", "part"),

@@ -211,7 +211,7 @@ class Bare(Attention):
     """Defines nothing; without a name it isn't registered."""
 
 
-ABSTRACT = {"mix": (X, None), "values": (X,)}
+ABSTRACT = {"mix": (X, None)}
 
 
 def test_what_a_mechanism_must_define_is_named(monkeypatch):
