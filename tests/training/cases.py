@@ -3,6 +3,7 @@
 Processes are forks of this one, so that what a run imports is imported once.
 """
 
+import contextlib
 import errno
 import faulthandler
 import gc
@@ -10,6 +11,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -49,11 +51,18 @@ ONE, TWO, SHARD = {"batch.size": 1}, {"batch.size": 2}, {"parallel.shard": True}
 SHARDED = {**ONE, **SHARD, "batch.accumulation": 2}
 
 
+def free_port():
+    """Return a free port below those that the system gives to connections, one of which could take it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def begin(world, work, *given):
     """Start `work(rank, *given)` in `world` processes that know each other like torchrun's, and return them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
     def run_rank(rank):
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
