@@ -54,10 +54,10 @@ def is_divided(name: str, parameter: Tensor) -> bool:
     return any(parameter.ndim < 2 or placement.is_shard(columns) for placement in placements)
 
 
-def check_even(layer: Any, q_BHTK: Tensor, v_BHTV: Tensor) -> None:
-    """Raise `ValueError` if a process has other parts of the query heads than of the value heads."""
-    if q_BHTK.shape[1] != v_BHTV.shape[1]:
-        raise uneven(layer, q_BHTK.shape[1], v_BHTV.shape[1])
+def check_even(layer: Any, q_BHTK: Tensor, kv_BGTK: Tensor, share: int = 1) -> None:
+    """Raise `ValueError` unless a process has `share` query heads for each of its key or value heads."""
+    if q_BHTK.shape[1] != kv_BGTK.shape[1] * share:
+        raise uneven(layer, q_BHTK.shape[1], kv_BGTK.shape[1])
 
 
 def uneven(layer: Any, queries: int, keys: int) -> ValueError:

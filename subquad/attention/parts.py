@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention.base import Attention, split
-from subquad.attention.divided import uneven
+from subquad.attention.divided import check_even
 from subquad.attention.memories.key_values import KeyValues, Sight
 from subquad.attention.past import Past
 from subquad.config import later
@@ -109,6 +109,16 @@ class SoftmaxConfig(HeadedConfig):
     score_scale: float | None = later(None)
     """Factor on the products of queries and keys (None: 1 / sqrt(K))."""
 
+    @property
+    def key_heads(self) -> int:
+        """Heads G of keys and values."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def query_share(self) -> int:
+        """Query heads that share a key head, H / G."""
+        return self.num_heads // self.key_heads
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
@@ -153,9 +163,8 @@ class SinkConfig(SoftmaxConfig):
 
 def add_softmax_projections(layer: Any, config: SoftmaxConfig) -> None:
     """Give a layer the linear maps `query`, `key`, `value` and `out`, and the norms of queries and keys."""
-    kv_heads = config.num_kv_heads or config.num_heads
     layer.query = projection(config, config.num_heads)
-    layer.key, layer.value = projection(config, kv_heads), projection(config, kv_heads)
+    layer.key, layer.value = projection(config, config.key_heads), projection(config, config.key_heads)
     layer.out = output_projection(config)
     layer.query_norm, layer.key_norm = head_norm(config), head_norm(config)
 
@@ -174,7 +183,7 @@ def add_sink(layer: Any, config: SinkConfig) -> None:
 def softmax_heads(layer: Any, x_BTD: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries `[B, H, T, K]`, and keys and values `[B, G, T, K]`, of tokens from `start` on."""
     q_BHTK, k_BGTK = queries(layer, x_BTD, start), keys(layer, x_BTD, start)
-    check_shared(layer, q_BHTK, k_BGTK)
+    check_even(layer, q_BHTK, k_BGTK, layer.config.query_share)
     return q_BHTK, k_BGTK, values(layer, x_BTD)
 
 
@@ -198,13 +207,6 @@ def values(layer: Any, x_BTD: Tensor) -> Tensor:
     return split(layer.config.channels, layer.value(x_BTD))[0]
 
 
-def check_shared(layer: Any, q_BHTK: Tensor, k_BGTK: Tensor) -> None:
-    """Raise `ValueError` for a process that has other parts of the query heads than of the key heads."""
-    config: SoftmaxConfig = layer.config
-    if q_BHTK.shape[1] * (config.num_kv_heads or config.num_heads) != k_BGTK.shape[1] * config.num_heads:
-        raise uneven(layer, q_BHTK.shape[1], k_BGTK.shape[1])
-
-
 def rotated(config: SoftmaxConfig, x_BHTK: Tensor, start: int | Tensor) -> Tensor:
     """Rotate queries or keys by their positions if `rope` is set."""
     if not config.rope:
@@ -222,4 +224,4 @@ def softmax_over(layer: Any, sight: Sight, x_BTD: Tensor, past: Past, sink_H: Te
 
 def divisible_heads(config: SoftmaxConfig, sight: Sight) -> tuple[int, ...]:
     """Return the numbers of query and key heads, which processes may divide if all heads see the same."""
-    return (config.num_heads, config.num_kv_heads or config.num_heads) if len(sight.near) == 1 else ()
+    return (config.num_heads, config.key_heads) if len(sight.near) == 1 else ()

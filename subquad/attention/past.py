@@ -51,6 +51,8 @@ class Kept(NamedTuple):
 
     def read(self, q: Any) -> Tensor:
         """Return what the queries find, `[B, H, T, V]`. Raises `RuntimeError` for a second read."""
+        if self.past.unread.pop(self.name, None) is None:
+            raise RuntimeError(f"memory {self.name!r} is read twice: keep one for each read")
         return self.past.read(self, q)
 
 
@@ -106,9 +108,6 @@ class Past:
     def read(self, kept: Kept, q: Any) -> Tensor:
         """Read a memory, and keep its entries after these tokens."""
         _, name, memory, before = kept
-        if name not in self.unread:
-            raise RuntimeError(f"memory {name!r} is read twice: keep one for each read")
-        del self.unread[name]
         y_BHTV, after = memory.read(q, before, self)
         for slot, x in zip(memory.slots, after, strict=True):
             self.entries[name + slot] = x
@@ -136,7 +135,6 @@ class Whole(Past):
 
     def read(self, kept: Kept, q: Any) -> Tensor:
         """Read a memory of all tokens."""
-        del self.unread[kept.name]
         y_BHTV: Tensor = kept.memory.read_all(q, self)
         return y_BHTV
 
@@ -150,7 +148,8 @@ class InPlace(Past):
 
     def __init__(self, x_B1D: Tensor, state: State, lengths_B: Tensor | None) -> None:
         if x_B1D.shape[1] != 1 or lengths_B is not None:
-            raise ValueError(f"decoding in place reads one token of each row without padding, got {x_B1D.shape[1]}")
+            given = f"{x_B1D.shape[1]} tokens{'' if lengths_B is None else ' with padding'}"
+            raise ValueError(f"decoding in place reads one token of each row, without padding, got {given}")
         super().__init__(x_B1D, state, None)
         self.entries[IN_PLACE] = 1
 
@@ -168,7 +167,6 @@ class InPlace(Past):
         _, name, memory, rings = kept
         if not hasattr(memory, "ring_slots"):
             return super().read(kept, q)
-        del self.unread[kept.name]
         assert rings is not None
         for slot, x in zip(memory.ring_slots, rings, strict=True):
             self.entries[name + slot] = x
@@ -190,7 +188,6 @@ class Converted(Past):
 
     def read(self, kept: Kept, q: Any) -> Tensor:
         """Keep the converted entries, and find nothing."""
-        del self.unread[kept.name]
         _, name, memory, _ = kept
         slots, given = (*memory.slots, *getattr(memory, "ring_slots", ())), self.given or {}
         found = {slot: given[name + slot] for slot in slots if name + slot in given}
@@ -215,7 +212,6 @@ class Literal(Past):
 
     def read(self, kept: Kept, q: Any) -> Tensor:
         """Return the product of the weights and the values, in the inputs' precision."""
-        del self.unread[kept.name]
         with torch.autocast(kept.memory.v.device.type, enabled=False):
             y_BHTV: Tensor = kept.memory.literal(q, self._causal)
         return y_BHTV

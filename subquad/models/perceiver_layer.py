@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention.base import join
-from subquad.attention.divided import check_divided
+from subquad.attention.divided import check_divided, check_even
 from subquad.attention.full import Full
-from subquad.attention.parts import check_shared, keys, queries, values
+from subquad.attention.parts import keys, queries, values
 from subquad.models.blocks import Block
 from subquad.models.matrices import WeightMatrix
 from subquad.models.perceiver_window import History, Number
@@ -58,7 +58,7 @@ class LatentAttention(Full):
         """
         check_divided(self)
         q_BHMK, k_BHSK = at_places(queries, self, z_BMD, places), at_places(keys, self, z_BMD, places)
-        check_shared(self, q_BHMK, k_BHSK)
+        check_even(self, q_BHMK, k_BHSK, self.config.query_share)
         v_BHSK = values(self, z_BMD)
         if history is not None:
             kept = at_places(keys, self, *history), values(self, history[0])

@@ -6,7 +6,7 @@ import torch
 from subquad.attention import Linear, build
 from subquad.attention.memories.recurrence import Recurrence
 from subquad.attention.memories.running_softmax import RunningSoftmax
-from subquad.attention.past import Past, Whole, from_earlier_ranks
+from subquad.attention.past import Converted, Literal, Past, Whole, from_earlier_ranks
 from subquad.parallel import context_parallel
 from subquad.state import State
 from subquad.testing import assert_exact, assert_same_maths
@@ -30,12 +30,27 @@ def test_a_memory_that_is_kept_and_never_read_is_named():
         layer(draw(1, 5, 16))
 
 
-def test_a_memory_is_read_once():
-    past = Past(draw(1, 5, 16), None, None)
-    (sums,) = past.keep(sums=Recurrence(draw(1, 2, 5, 3), draw(1, 2, 5, 8)))
+X = draw(1, 5, 16)
+
+
+@pytest.mark.parametrize("past", [
+    Past(X, None, None), Whole(X, None, None), Literal(X, causal=True),
+    Converted(X, State({"seen": 0}), lambda memory, entries: entries),
+], ids=lambda past: type(past).__name__)  # fmt: skip
+def test_a_memory_is_read_once(past):
+    (sums,) = past.keep(sums=Recurrence(draw(1, 2, 5, 3), draw(1, 2, 5, 8), normalise=True))
     sums.read(draw(1, 2, 5, 3))
     with pytest.raises(RuntimeError, match="memory 'sums' is read twice: keep one for each read"):
         sums.read(draw(1, 2, 5, 3))
+
+
+def test_decoding_in_place_takes_one_token_without_padding():
+    layer = build("window", width=4, **SIZES).double()
+    ring = layer.to_ring(layer(X)[1], 40).with_counts_by_row()
+    with pytest.raises(ValueError, match=r"reads one token of each row, without padding, got 5 tokens$"):
+        layer(X, ring)
+    with pytest.raises(ValueError, match="reads one token of each row, without padding, got 1 tokens with padding"):
+        layer(X[:, :1], ring, mask=torch.ones(1, 1, dtype=torch.bool))
 
 
 def test_a_bidirectional_layer_has_no_rows_before():
