@@ -117,10 +117,10 @@ def counts_padding(layer, mix, x, state, lengths):
 @mixing(Linear)
 def stabilised_by_the_largest_key(layer, mix, x, state, lengths):
     """Published performers subtract the maximum over the whole sequence and add eps after it."""
-    q, k = layer.split(layer.query(x)), layer.split(layer.key(x))
+    q, k, v = split(layer.config.channels, layer.query(x), layer.key(x), layer.value(x))
     i = (k - k.amax(2, keepdim=True)).exp() + 1e-4
-    y, sums = gated_scan(q.sigmoid(), i, layer.split(layer.value(x)), None, normalise=True, eps=1e-6)
-    return layer.merge(y), State({"seen": x.shape[1], "sums": sums}, layer.config_hash)
+    y, sums = gated_scan(q.sigmoid(), i, v, None, normalise=True, eps=1e-6)
+    return layer.finish(y, x), State({"seen": x.shape[1], "sums": sums}, layer.config_hash)
 
 
 @mixing(Llp)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from subquad.attention.divided import check_divided
 from subquad.attention.past import IN_PLACE, Convert, Converted, InPlace, Literal, Past, Whole
 from subquad.attention.refusals import refusal
-from subquad.attention.sharing import SharedSequences
+from subquad.attention.sharing import check_part, check_shared
 from subquad.config import Config as BaseConfig
 from subquad.config import digest, suggest
 from subquad.ops.counting import Cost, cost_of, state_bytes
@@ -95,7 +95,7 @@ def configuration_of(cls: type[Attention], given: tuple[Any, ...], options: dict
     )
 
 
-class Attention(SharedSequences):
+class Attention(nn.Module):
     """Mix tokens: `y = merge(weights(x) @ values(x))`, computed without forming the weights.
 
     A causal mechanism may be cut anywhere: `layer(x)` equals `layer(x[:, :n])` followed by `layer(x[:, n:], state)`.
@@ -134,9 +134,9 @@ class Attention(SharedSequences):
     key: nn.Linear
     value: nn.Linear
     out: nn.Linear
-    parallel = True
     rings: ClassVar[bool] = False
     """Whether decoding in place keeps the keys and values in rings."""
+    config: Any
     causal: bool
     """Whether a token sees only itself and earlier tokens."""
     is_distribution: bool = True
@@ -255,9 +255,8 @@ class Attention(SharedSequences):
             raise refusal(self, x_BTD, state)
         if not begun:  # a decoding step goes on from a call that was checked
             check_divided(self)
-        has_mix = type(self).mix is not Attention.mix  # else `mix_tokens` is its own, and checks nothing
-        if (doc_ids is not None or not has_mix) and active_group() is not None:
-            self.check_part(state if begun else None, mask, doc_ids)
+        if doc_ids is not None and active_group() is not None:
+            check_part(self, state if begun else None, mask, doc_ids)
         if doc_ids is not None:
             check_fresh(state if begun else None)
             if not isinstance(doc_ids, Documents):
@@ -279,7 +278,11 @@ class Attention(SharedSequences):
 
     def finish(self, y_BHTV: Tensor, x_BTD: Tensor) -> Tensor:
         """Map the heads' outputs to the model width; where there is a gate, it is computed from the inputs `x`."""
-        return self.merge(y_BHTV)
+        return self.out(join(y_BHTV))
+
+    def outputs(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Return the mixed tokens `[B, T, D]`: `finish` of `mix`."""
+        return self.finish(self.mix(x_BTD, past), x_BTD)
 
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """Compute `forward` for rows whose first `lengths_B` tokens are real (None: all T), as in `Lengths`."""
@@ -291,8 +294,8 @@ class Attention(SharedSequences):
         else:
             past = Past(x_BTD, state, lengths_B)
         if past.group is not None:
-            self.check_part(past.given, lengths_B, None)
-        y_BTD = self.finish(self.mix(x_BTD, past), x_BTD)
+            check_part(self, past.given, lengths_B, None)
+        y_BTD = self.outputs(x_BTD, past)
         # Not in a `finally`: gradient checkpointing leaves a recomputation early.
         if past.unread:
             raise RuntimeError(f"{self.name} keeps {', '.join(past.unread)} and does not read it")
@@ -314,7 +317,7 @@ class Attention(SharedSequences):
         if mask is None and doc_ids is None:
             return self.dense_weights(x_BTD)
         B, T = x_BTD.shape[:2]
-        w_BHTS = x_BTD.new_zeros(B, self.weight_heads, T, T)
+        w_BHTS = x_BTD.new_zeros(B, self.dense_weights(x_BTD[:1, :0]).shape[1], T, T)
         for b, real in sequences(mask, doc_ids, B, T):
             w_BHTS[b, :, real[:, None], real] = self.dense_weights(x_BTD[b : b + 1, real])[0]
         return w_BHTS
@@ -323,24 +326,9 @@ class Attention(SharedSequences):
         """Return the weights of sequences without padding: what the mechanism makes of the identity as values."""
         return self.mix(x_BTD, Literal(x_BTD, causal=self.causal, eye=True))
 
-    def merge(self, y_BHTV: Tensor) -> Tensor:
-        """Map the heads' outputs to the model width."""
-        return self.out(join(y_BHTV))
-
-    def sent(self, tokens: int, ranks: int) -> list[Sent]:
-        """Return what each rank sends, for `tokens` tokens per rank, counted in runs without data."""
-        return bytes_sent(self, partial(self._tokens, tokens), ranks)
-
     def definition(self, x_BTD: Tensor) -> Tensor:
         """Return what `forward` must equal, by dense weights. Quadratic."""
-        if type(self).mix is Attention.mix:
-            return self.finish(self.weights(x_BTD) @ self.values(x_BTD), x_BTD)  # type: ignore[operator]
-        return self.finish(self.mix(x_BTD, Literal(x_BTD, causal=self.causal)), x_BTD)
-
-    @property
-    def weight_heads(self) -> int:
-        """Number of weight matrices: `num_heads`, unless several matrices make one head's output."""
-        return self.config.num_heads
+        return self.outputs(x_BTD, Literal(x_BTD, causal=self.causal))
 
     @property
     def divisible(self) -> tuple[int, ...]:
@@ -381,10 +369,10 @@ class Attention(SharedSequences):
         group = active_group()
         if group is None:
             return state
-        if self.state_grows and type(self).mix is not Attention.mix:
+        if self.state_grows:
             whole = self._converted(state, lambda memory, entries: memory.gathered(entries, group))
             return State({**whole.entries, "seen": state.seen // (group.rank + 1) * group.size}, whole.config_hash)
-        return super().whole_state(state, device)
+        return group.last_state(state, device)
 
     def _converted(self, state: State, convert: Convert) -> State:
         none_B0D = next(self.parameters()).new_zeros(state.batch or 1, 0, self.config.dim)
@@ -409,6 +397,19 @@ class Attention(SharedSequences):
         """Return the bytes of the float32 state after one sequence of `tokens` tokens."""
         return state_bytes(self, self._alone, partial(self._tokens, tokens))
 
+    def communication(self, tokens: int, ranks: int) -> tuple[Sent, ...]:
+        """Return the bytes that each of `ranks` processes sends for one sequence of `tokens` tokens, in float32.
+
+        They are counted in runs without data. Gradients are sent in the backward pass. Raises `ValueError` if the
+        tokens aren't a multiple of the ranks, and for a layer that can't be shared.
+        """
+        if ranks < 1 or tokens < 0 or tokens % ranks:
+            raise ValueError(
+                f"the ranks share a sequence equally: tokens must be a multiple of ranks, got {tokens} and {ranks}"
+            )
+        check_shared(self)
+        return tuple(bytes_sent(self, self._alone, partial(self._tokens, tokens // ranks), ranks))
+
     def _alone(self, x_BTD: Tensor) -> tuple[Tensor, State]:
         return self(x_BTD)
 
@@ -428,15 +429,6 @@ class Attention(SharedSequences):
         raise ValueError(
             f"attention {self.name!r} has no position terms of its own; mechanisms that have: {', '.join(having)}"
         )
-
-    def split(self, x_BTC: Tensor, heads: int | None = None, *, width: int | None = None) -> Tensor:
-        """Reshape `[B, T, C]` to `[B, H, T, C / H]`; with `width` to the heads of so many channels that are there."""
-        sizes = (heads or self.config.num_heads, -1) if width is None else (-1, width)
-        return x_BTC.unflatten(-1, sizes).transpose(1, 2)
-
-    def join(self, y_BHTV: Tensor) -> Tensor:
-        """Reshape `[B, H, T, V]` to `[B, T, H * V]`."""
-        return join(y_BHTV)
 
 
 def split(width: int, *x_BTC: Tensor) -> list[Tensor]:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from subquad.attention.base import Attention, split, takes_options
 from subquad.attention.divided import check_even
 from subquad.attention.memories.running_softmax import RunningSoftmax
+from subquad.attention.parts import check_latents
 from subquad.attention.past import Past
-from subquad.attention.scanned import check_latents
 
 
 class Latte(Attention):

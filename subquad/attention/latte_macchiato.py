@@ -21,9 +21,14 @@ from subquad.attention.base import Attention, split, takes_options
 from subquad.attention.branches import Branched
 from subquad.attention.memories.key_values import KeyValues, Sight
 from subquad.attention.memories.running_softmax import RunningSoftmax
-from subquad.attention.parts import SoftmaxConfig, add_softmax_projections, divisible_heads, softmax_heads
+from subquad.attention.parts import (
+    SoftmaxConfig,
+    add_softmax_projections,
+    check_latents,
+    divisible_heads,
+    softmax_heads,
+)
 from subquad.attention.past import Past
-from subquad.attention.scanned import check_latents
 from subquad.ops.patterns import Window
 
 

@@ -13,19 +13,20 @@ method.)
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import takes_options
-from subquad.attention.scanned import ScannedAttention, attend_few, real_mask, real_rows, seen_after, widened
+from subquad.attention.base import Attention, split, takes_options
+from subquad.attention.memories.all_keys import AllKeys, attend_few, shares
+from subquad.attention.memories.running_softmax import real_rows, widened
+from subquad.attention.past import Past
 from subquad.ops.backends import without_autocast
-from subquad.state import State
 
 
-class Linformer(ScannedAttention):
+class Linformer(Attention):
     """All tokens, through a fixed number of learned mixtures of them."""
 
     name = "linformer"
@@ -36,7 +37,7 @@ class Linformer(ScannedAttention):
     is_distribution = False  # the rows of F have no fixed sum
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ScannedAttention.Config):
+    class Config(Attention.Config):
         """Options of Linformer."""
 
         causal: bool = False
@@ -57,22 +58,21 @@ class Linformer(ScannedAttention):
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.query = nn.Linear(config.dim, config.dim, bias=config.bias)
-        self.key = nn.Linear(config.dim, config.dim, bias=config.bias)
+        projections = (nn.Linear(config.dim, config.dim, bias=config.bias) for _ in range(4))
+        self.value, self.out, self.query, self.key = projections
         shape = (config.num_heads if config.sharing == "none" else 1, config.projected, config.max_tokens)
         bound = 1 / math.sqrt(config.projected)
         self.project_keys = nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
         if config.sharing != "key_value":
             self.project_values = nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
 
-    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """Attend to the projected keys and values."""
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Read the mixtures of keys and values."""
         e_HKT, f_HKT = self.projections(x_BTD.shape[1])
-        mask_BT = real_mask(lengths_B, x_BTD.shape[1])
-        k_BHKC = project(e_HKT, real_rows(self.split(self.key(x_BTD)), mask_BT, 0.0))
-        v_BHKC = project(f_HKT, real_rows(self.values(x_BTD), mask_BT, 0.0))
-        y_BHTC = attend_few(self.split(self.query(x_BTD)), k_BHKC, v_BHKC, None, self.dropout_p).to(x_BTD.dtype)
-        return self.merge(y_BHTC), State({"seen": seen_after(state, x_BTD.shape[1], lengths_B)}, self.config_hash)
+        channels = self.config.dim // self.config.num_heads
+        k_BHTC, v_BHTC, q_BHTC = split(channels, self.key(x_BTD), self.value(x_BTD), self.query(x_BTD))
+        (mixtures,) = past.keep(mixtures=Mixtures(k_BHTC, past.values(v_BHTC), self.dropout_p, e=e_HKT, f=f_HKT))
+        return mixtures.read(q_BHTC).to(x_BTD.dtype)
 
     def projections(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Return the columns of E and F for the first `tokens` tokens, `[H or 1, K, tokens]`."""
@@ -84,12 +84,24 @@ class Linformer(ScannedAttention):
         values = self.project_keys if self.config.sharing == "key_value" else self.project_values
         return self.project_keys[..., :tokens], values[..., :tokens]
 
-    def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """Return `softmax(Q (E K)^T / sqrt(d)) F`."""
-        e_HKT, f_HKT = self.projections(x_BTD.shape[1])
-        k_BHKC = e_HKT @ self.split(self.key(x_BTD))
-        scores_BHTK = self.split(self.query(x_BTD)) @ k_BHKC.mT / math.sqrt(self.channels)
-        return scores_BHTK.softmax(-1) @ f_HKT
+
+@dataclass(frozen=True, eq=False)
+class Mixtures(AllKeys):
+    """Keys and values that are read after E and F have mixed them."""
+
+    e: Tensor = field(kw_only=True)
+    f: Tensor = field(kw_only=True)
+
+    def read_all(self, q_BHTC: Tensor, at: Any) -> Tensor:
+        """Return the outputs; padding is not mixed in."""
+        k_BHKC = project(self.e, real_rows(self.k, at.mask, 0.0))
+        v_BHKC = project(self.f, real_rows(self.v, at.mask, 0.0))
+        return attend_few(q_BHTC, k_BHKC, v_BHKC, None, self.dropout_p)
+
+    def literal(self, q_BHTC: Tensor, causal: bool) -> Tensor:
+        """Return the product of the weights `softmax(Q (E K)^T / sqrt(d)) F` and the values."""
+        e_HKT, f_HKT = (x.to(self.k.dtype) for x in (self.e, self.f))
+        return shares(q_BHTC, e_HKT @ self.k) @ f_HKT @ self.v
 
 
 @without_autocast

@@ -13,34 +13,40 @@ divided by sqrt(K), as in equation 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import takes_options
-from subquad.attention.blocked import BlockedAttention
-from subquad.attention.divided import uneven
-from subquad.attention.sharing import added
-from subquad.layers.positions import positions
-from subquad.ops.caches import advance
+from subquad.attention.base import Attention, join, takes_options
+from subquad.attention.divided import check_even
+from subquad.attention.memories.key_values import KeyValues, Sight
+from subquad.attention.parts import (
+    SoftmaxConfig,
+    add_softmax_projections,
+    divisible_heads,
+    instead_of_first,
+    output_projection,
+    projection,
+    rotated,
+    unrotated_keys,
+    unrotated_queries,
+    values,
+)
+from subquad.attention.past import Past
 from subquad.ops.counting import first_replaced
 from subquad.ops.patterns import Segments
-from subquad.parallel import Sent, active_group
-from subquad.state import State
 
 
-class LlpPrinted(BlockedAttention):
+class LlpPrinted(Attention):
     """The query's half segment, causally, and the whole one before it; the first half segment in its own way."""
 
     name = "llp_printed"
     summary = "as `llp`, with the first half segment apart"
     paper = "Mahmood and Huang 2024, arXiv:2412.06106"
-    parallel = True
+    rotates = True
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(BlockedAttention.Config):
+    class Config(SoftmaxConfig):
         """Options of LLP as printed."""
 
         segment: int = 256
@@ -64,108 +70,58 @@ class LlpPrinted(BlockedAttention):
     @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.half_segment = config.segment // 2
-        c = self.half_segment
-        self.patterns = (Segments(size=c),)
-        self.first_patterns = (Segments(size=c, back=0),)
+        add_softmax_projections(self, config)
+        c = self.half_segment = config.segment // 2
+        self.sight, self.first_sight = (Sight(((Segments(size=c, back=back),),)) for back in (1, 0))
         self.special_first_block = config.first_block_projections or config.key_norm
         if config.first_block_projections:
-            self.first_query = self.projection(self.q_dim)
-            self.first_key = self.projection(self.kv_dim)
-            self.first_value = self.projection(self.kv_dim)
+            self.first_query = projection(config, config.num_heads)
+            self.first_key, self.first_value = (projection(config, config.key_heads) for _ in range(2))
         self.norm = nn.LayerNorm(config.channels) if config.key_norm else nn.Identity()
         if config.split_output:
-            self.first_out = self.output_projection()
+            self.first_out = output_projection(config)
         if config.shared_kv:
             del self.value
             if config.first_block_projections:
                 del self.first_value
 
-    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """Attend in all blocks alike, then again in the first block if an option gives it its own projections."""
-        seen = self.start(state, x_BTD.shape[1])
-        q, k, v = raw = self.project(x_BTD)
-        q, k = self.rotated(q, seen), self.rotated(self.norm(k), seen)
-        with first_replaced(self.half_segment if self.special_first_block else 0):
-            y_BHTK, k, v = self.attend(q, k, v, self.patterns, self.near(state, k, v, self.patterns), "", lengths_B)
-        after = advance(seen, x_BTD.shape[1], lengths_B)
-        entries: dict[str, Tensor | int | State] = {"seen": after, "keys": k, "values": v}
-        if self.special_first_block and (state is None or "first_keys" in state):
-            # Only the first c tokens of this call can be in block 0.
-            lengths = None if lengths_B is None else lengths_B.clamp(max=self.half_segment)
-            q, k, v = self.first_block(x_BTD[:, : self.half_segment], [x[:, :, : self.half_segment] for x in raw])
-            q, k = self.rotated(q, seen), self.rotated(k, seen)
-            state = self.near(state, k, v, self.first_patterns, "first_", x_BTD.shape[1])
-            y_BHCK, k, v = self.attend(q, k, v, self.first_patterns, state, "first_", lengths)
-            first = self.in_first_block(seen, y_BHCK.shape[2], x_BTD)[:, None]
-            y_BHCK = torch.where(first, y_BHCK, y_BHTK[:, :, : self.half_segment])
-            y_BHTK = torch.cat([y_BHCK, y_BHTK[:, :, self.half_segment :]], 2)
-            if not (isinstance(after, int) and after >= self.half_segment):
-                entries |= {"first_keys": k, "first_values": v}
-        return self.merge_from(y_BHTK, seen), State(entries, self.config_hash)
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Read all blocks alike, then the first block again if an option gives it its own queries, keys or values."""
+        c, special = self.half_segment, self.special_first_block
+        q, k, v = raw = self.unrotated(x_BTD, "")
+        check_even(self, q, k, self.config.query_share)
+        with first_replaced(c if special else 0):
+            y_BHTK = self.read(past, "near", self.sight, q, self.norm(k), v)
+        first = past.first(c, "first") if special else None
+        if first is None:
+            return y_BHTK
+        own = self.config.first_block_projections
+        q, k, v = self.unrotated(x_BTD[:, :c], "first_") if own else (x[:, :, :c] for x in raw)
+        return instead_of_first(c, self.read(first, "first", self.first_sight, q, k, v), y_BHTK, past.start)
 
-    def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, neither normalised nor rotated."""
-        k_BGTK = self.key_heads(self.key(x_BTD))
-        v_BGTK = k_BGTK if self.config.shared_kv else self.split(self.value(x_BTD), width=self.channels)
-        q_BHTK = self.query_heads(self.query(x_BTD))
-        if q_BHTK.shape[1] != k_BGTK.shape[1] * self.sharing:
-            raise uneven(self, q_BHTK.shape[1], k_BGTK.shape[1])
-        return q_BHTK, k_BGTK, v_BGTK
+    def unrotated(self, x_BTD: Tensor, prefix: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of the projections of all blocks, or of the first one's."""
+        k_BGTK = unrotated_keys(self, x_BTD, f"{prefix}key")
+        v_BGTK = k_BGTK if self.config.shared_kv else values(self, x_BTD, f"{prefix}value")
+        return unrotated_queries(self, x_BTD, f"{prefix}query"), k_BGTK, v_BGTK
 
-    def first_block(self, x_BCD: Tensor, raw: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the first half segment's queries, keys and values, not rotated: its own, or those of all blocks."""
-        if not self.config.first_block_projections:
-            return raw
-        k_BGCK = self.key_heads(self.first_key(x_BCD))
-        v_BGCK = k_BGCK if self.config.shared_kv else self.split(self.first_value(x_BCD), width=self.channels)
-        return self.query_heads(self.first_query(x_BCD)), k_BGCK, v_BGCK
+    def read(self, past: Past, name: str, sight: Sight, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return softmax attention of rotated queries to rotated keys: keep them, and read them."""
+        q, k = (rotated(self.config, x, past.start) for x in (q, k))
+        (blocks,) = past.keep(**{name: KeyValues(k, past.values(v), sight, self.dropout_p)})
+        return blocks.read(q)
 
-    def in_first_block(self, start: int | Tensor, tokens: int, like: Tensor) -> Tensor:
-        """Return the bool `[B or 1, T, 1]` of tokens in the first half segment."""
-        return (positions(start, tokens, like.device) < self.half_segment)[..., None]
-
-    def merge_from(self, y_BHTV: Tensor, start: int | Tensor) -> Tensor:
-        """Apply the output projections to tokens from position `start` on."""
-        y_BTD = self.out(self.join(y_BHTV))
+    def outputs(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """Return the mixed tokens; overridden, as `finish` does not learn which tokens are in the first block."""
+        c, y_BHTV = self.half_segment, self.mix(x_BTD, past)
+        y_BTD = self.out(join(y_BHTV))
         # Every rank of a group takes part in the gradient of `first_out`.
-        beyond = isinstance(start, int) and start >= self.half_segment and active_group() is None
+        beyond = isinstance(past.start, int) and past.start >= c and past.group is None
         if not self.config.split_output or beyond:
             return y_BTD
-        y_BCD = self.first_out(self.join(y_BHTV[:, :, : self.half_segment]))
-        first = self.in_first_block(start, y_BCD.shape[1], y_BTD)
-        return torch.cat([torch.where(first, y_BCD, y_BTD[:, : self.half_segment]), y_BTD[:, self.half_segment :]], 1)
+        return instead_of_first(c, self.first_out(join(y_BHTV[:, :, :c])), y_BTD, past.start)
 
-    def merge(self, y_BHTV: Tensor) -> Tensor:
-        """Apply the output projections to a sequence from its start."""
-        return self.merge_from(y_BHTV, 0)
-
-    def values(self, x_BTD: Tensor) -> Tensor:
-        """Return the values `[B, H, T, K]` of all blocks."""
-        return self.shared(self.project(x_BTD)[2])
-
-    def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """Return the weights of all blocks; the first block's rows use its own queries and keys if it has them."""
-        q, k, v = self.project(x_BTD)
-        w_BHTS = self.pattern_weights(self.rotated(q, 0), self.rotated(self.norm(k), 0))
-        if not self.special_first_block:
-            return w_BHTS
-        q, k, _ = self.first_block(x_BTD, (q, k, v))
-        first = self.in_first_block(0, x_BTD.shape[1], x_BTD)[:, None]
-        return torch.where(first, self.pattern_weights(self.rotated(q, 0), self.rotated(k, 0)), w_BHTS)
-
-    def definition(self, x_BTD: Tensor) -> Tensor:
-        """Return `merge(weights @ values)`, with the first block's own values if it has them."""
-        w_BHTS = self.weights(x_BTD)
-        y_BHTV = w_BHTS @ self.values(x_BTD)
-        if self.special_first_block:
-            v_BHTV = self.shared(self.first_block(x_BTD, self.project(x_BTD))[2])
-            y_BHTV = torch.where(self.in_first_block(0, x_BTD.shape[1], x_BTD)[:, None], w_BHTS @ v_BHTV, y_BHTV)
-        return self.merge(y_BHTV)
-
-    def sent(self, tokens: int, ranks: int) -> list[Sent]:
-        """Return the bytes of keys and values in reach, and of the first half segment's own if ranks share it."""
-        near = super().sent(tokens, ranks)
-        if not self.special_first_block or tokens > self.half_segment:
-            return near
-        return added(near, self.sent_for(self.first_patterns, tokens, ranks))
+    @property
+    def divisible(self) -> tuple[int, ...]:
+        """Query heads and key heads."""
+        return divisible_heads(self.config, self.sight)

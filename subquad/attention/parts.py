@@ -19,7 +19,7 @@ from subquad.attention.memories.key_values import KeyValues, Sight
 from subquad.attention.past import Past
 from subquad.config import later
 from subquad.layers.norm import ZeroCentredRMSNorm
-from subquad.layers.positions import rotate
+from subquad.layers.positions import positions, rotate
 from subquad.layers.scaling import RopeScaling, rotated_channels
 
 
@@ -161,6 +161,15 @@ class SinkConfig(SoftmaxConfig):
             )
 
 
+def check_latents(num_latents: int | None, num_heads: int) -> None:
+    """Raise `ValueError` if the latents aren't a multiple of the heads."""
+    if num_latents is not None and (num_latents < 1 or num_latents % num_heads):
+        raise ValueError(
+            "num_latents must be a positive multiple of num_heads (heads share the latents), "
+            f"got num_latents={num_latents}, num_heads={num_heads}"
+        )
+
+
 def add_softmax_projections(layer: Any, config: SoftmaxConfig) -> None:
     """Give a layer the linear maps `query`, `key`, `value` and `out`, and the norms of queries and keys."""
     layer.query = projection(config, config.num_heads)
@@ -187,24 +196,31 @@ def softmax_heads(layer: Any, x_BTD: Tensor, start: int | Tensor) -> tuple[Tenso
     return q_BHTK, k_BGTK, values(layer, x_BTD)
 
 
-def queries(layer: Any, x_BTD: Tensor, start: int | Tensor) -> Tensor:
+def queries(layer: Any, x_BTD: Tensor, start: int | Tensor, name: str = "query") -> Tensor:
     """Return the queries `[B, H, T, K]`: normed, scaled and rotated as the options say."""
+    return rotated(layer.config, unrotated_queries(layer, x_BTD, name), start)
+
+
+def unrotated_queries(layer: Any, x_BTD: Tensor, name: str) -> Tensor:
+    """Return the queries that the projection `name` makes, normed and scaled."""
     config: SoftmaxConfig = layer.config
-    q_BHTK = normed(split(config.channels, layer.query(x_BTD))[0], layer.query_norm)
-    if config.score_scale is not None:
-        q_BHTK = q_BHTK * (config.score_scale * math.sqrt(config.channels))
-    return rotated(config, q_BHTK, start)
+    q_BHTK = normed(split(config.channels, getattr(layer, name)(x_BTD))[0], layer.query_norm)
+    return q_BHTK if config.score_scale is None else q_BHTK * (config.score_scale * math.sqrt(config.channels))
 
 
-def keys(layer: Any, x_BTD: Tensor, start: int | Tensor) -> Tensor:
+def keys(layer: Any, x_BTD: Tensor, start: int | Tensor, name: str = "key") -> Tensor:
     """Return the keys `[B, G, T, K]`: normed and rotated as the options say."""
-    k_BGTK = normed(split(layer.config.channels, layer.key(x_BTD))[0], layer.key_norm)
-    return rotated(layer.config, k_BGTK, start)
+    return rotated(layer.config, unrotated_keys(layer, x_BTD, name), start)
 
 
-def values(layer: Any, x_BTD: Tensor) -> Tensor:
+def unrotated_keys(layer: Any, x_BTD: Tensor, name: str) -> Tensor:
+    """Return the keys that the projection `name` makes, normed."""
+    return normed(split(layer.config.channels, getattr(layer, name)(x_BTD))[0], layer.key_norm)
+
+
+def values(layer: Any, x_BTD: Tensor, name: str = "value") -> Tensor:
     """Return the values `[B, G, T, K]`."""
-    return split(layer.config.channels, layer.value(x_BTD))[0]
+    return split(layer.config.channels, getattr(layer, name)(x_BTD))[0]
 
 
 def rotated(config: SoftmaxConfig, x_BHTK: Tensor, start: int | Tensor) -> Tensor:
@@ -220,6 +236,17 @@ def softmax_over(layer: Any, sight: Sight, x_BTD: Tensor, past: Past, sink_H: Te
     q_BHTK, k_BGTK, v_BGTK = softmax_heads(layer, x_BTD, past.start)
     (near,) = past.keep(near=KeyValues(k_BGTK, past.values(v_BGTK), sight, layer.dropout_p, sink_H))
     return near.read(q_BHTK)
+
+
+def instead_of_first(count: int, rows: Tensor, y: Tensor, start: int | Tensor) -> Tensor:
+    """Return `y`, `[B, T, ...]` or `[B, H, T, ...]` from position `start` on, with `rows` for the first `count` tokens.
+
+    `rows` are as many of these tokens as may be among a sequence's first ones.
+    """
+    C = rows.shape[-2]
+    is_first_BC = positions(start, C, y.device) < count
+    is_first = is_first_BC[:, None, :, None] if y.ndim == 4 else is_first_BC[..., None]
+    return torch.cat([torch.where(is_first, rows, y[..., :C, :]), y[..., C:, :]], -2)
 
 
 def divisible_heads(config: SoftmaxConfig, sight: Sight) -> tuple[int, ...]:

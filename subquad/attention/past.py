@@ -17,6 +17,7 @@ Shape letters: B batch, T tokens, S tokens with those before them, D model width
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +89,25 @@ class Past:
     def hand_on(self, x: Tensor) -> None:
         """Hand `x` to the layer above."""
         self.entries["handed"] = x
+
+    def first(self, count: int, name: str) -> Past | None:
+        """Return the past of those of these tokens that may be among a sequence's first `count`.
+
+        None: the state says that all of those came before. What is kept in it under `name` leaves the state once
+        `count` tokens have been read.
+        """
+        if self.given is not None and not any(entry.startswith(f"{name}_") for entry in self.given):
+            return None
+        first, seen = copy(self), self.entries["seen"]
+        first.tokens = min(count, self.tokens)
+        if self.lengths is not None:
+            first.lengths = self.lengths.clamp(max=count)
+            first.mask = real_slots(first.lengths, first.tokens)
+        if count < self.tokens:  # the first rank has all of them
+            first.group = None
+        if isinstance(seen, int) and seen >= count:
+            first.entries = {}
+        return first
 
     def values(self, v_BHTV: Tensor) -> Tensor:
         """Mark the values: a mechanism's weights are what it makes of the identity in their place."""
@@ -201,14 +221,14 @@ class Literal(Past):
 
     def __init__(self, x_BTD: Tensor, *, causal: bool, eye: bool = False) -> None:
         super().__init__(x_BTD, None, None)
-        self._causal, self._eye = causal, eye
+        self._causal, self._eye = causal, x_BTD.shape[1] if eye else None
 
     def values(self, v_BHTV: Tensor) -> Tensor:
-        """Return the values, or the identity `[B, H, T, T]`."""
-        if not self._eye:
+        """Return the values, or the identity's rows of these tokens, `[B, H, T, T]`."""
+        if self._eye is None:
             return v_BHTV
-        T = v_BHTV.shape[2]
-        return torch.eye(T, dtype=v_BHTV.dtype, device=v_BHTV.device).expand(*v_BHTV.shape[:2], T, T)
+        rows_TT = torch.eye(v_BHTV.shape[2], self._eye, dtype=v_BHTV.dtype, device=v_BHTV.device)
+        return rows_TT.expand(*v_BHTV.shape[:2], -1, -1)
 
     def read(self, kept: Kept, q: Any) -> Tensor:
         """Return the product of the weights and the values, in the inputs' precision."""

@@ -138,7 +138,7 @@ def layer_volumes(
     for name in attention:
         for tokens in lengths:
             layer = meta_layer(name, dim=dim, num_heads=num_heads, tokens=tokens, options=options.get(name, {}))
-            yield Volume(name, tokens, ranks, most(layer, tokens, ranks) if layer.causal and layer.parallel else None)
+            yield Volume(name, tokens, ranks, most(layer, tokens, ranks) if layer.causal else None)
 
 
 def model_volumes(config: DecoderConfig, lengths: Sequence[int], ranks: int) -> Iterator[Volume]:

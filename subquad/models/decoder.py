@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from subquad.attention import Attention, Cost
 from subquad.attention.base import check_fresh
-from subquad.attention.sharing import added, check_dropout, check_whole
+from subquad.attention.sharing import check_dropout, check_whole
 from subquad.layers.head import IGNORED, Lookup, Reduction, is_tied, logits_of, loss_of_passes, new_head
 from subquad.models.blocks import (
     Block,
@@ -273,8 +273,8 @@ class Decoder(nn.Module):
         Raises `ValueError` as `subquad.attention.Attention.communication` does.
         """
         self.check_shared()
-        layers = [list(block.attention.communication(tokens, ranks)) for block in self.blocks()]
-        return tuple(added(*layers * self.config.loops))
+        layers = [block.attention.communication(tokens, ranks) for block in self.blocks()] * self.config.loops
+        return tuple(reduce(Sent.plus, each) for each in zip(*layers, strict=True))
 
     # Properties in which `PerceiverAR` differs, so that callers need no isinstance.
 

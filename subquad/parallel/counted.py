@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
-from subquad.ops.counting import without_data
+from subquad.ops.counting import MakeInput, Run, without_data
 from subquad.parallel.group import ContextGroup, Message, Sent, context_parallel
 
 
@@ -25,12 +25,12 @@ class CountingGroup(ContextGroup):
         return lambda: None
 
 
-def bytes_sent(layer: nn.Module, make_input: Callable[[], Tensor], ranks: int) -> list[Sent]:
-    """Return the bytes that each rank sends, forward and backward in float32, if each reads `make_input()`."""
+def bytes_sent(layer: nn.Module, run: Run, make_input: MakeInput, ranks: int) -> list[Sent]:
+    """Return the bytes that each rank sends, forward and backward in float32, if each calls `run(make_input())`."""
     groups = [CountingGroup(rank, ranks) for rank in range(ranks)]
     with without_data(layer, training=False) as call:
         for group in groups:
             with context_parallel(group):
-                y_BTD, _ = call(layer, make_input())
+                y_BTD, _ = call(run, make_input())
             y_BTD.sum().backward()
     return [group.sent for group in groups]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.parallel.group import ContextGroup, Message, Sent
+from subquad.parallel.group import ContextGroup, Message
 
 Span = tuple[int, int]
 """Start and stop of a range of positions, without `stop`."""
@@ -91,16 +91,6 @@ def _owners(spans: Sequence[Span], reader: int, tokens: int) -> list[tuple[int, 
     return [(rank, part) for rank, part in parts if part[0] < part[1]]
 
 
-def sent_for_earlier(spans: Sequence[Span], tokens: int, token_bytes: int) -> list[Sent]:
-    """Return the bytes that each rank of `tokens` tokens sends in `earlier`; `token_bytes` is over all tensors."""
-
-    def size(parts: list[tuple[int, Span]]) -> int:
-        return token_bytes * sum(stop - start for _, (start, stop) in parts)
-
-    ranks = range(len(spans))
-    return [Sent(size(_readers(spans, r, tokens)), size(_owners(spans, r, tokens))) for r in ranks]
-
-
 def prefix(
     summary: Tensors,
     merge: Callable[[Tensors, Tensors], Tensors],
@@ -151,12 +141,3 @@ def _moved(
 
 def _distances(ranks: int) -> list[int]:
     return [1 << step for step in range((ranks - 1).bit_length())]
-
-
-def sent_for_prefix(summary_bytes: int, ranks: int) -> list[Sent]:
-    """Return the bytes that each rank sends in `prefix` for summaries of `summary_bytes`."""
-    steps = _distances(ranks)
-    return [
-        Sent(summary_bytes * sum(r + d < ranks for d in steps), summary_bytes * sum(r - d >= 0 for d in steps))
-        for r in range(ranks)
-    ]

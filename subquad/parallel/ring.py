@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from subquad.ops import merge_attention
-from subquad.parallel.group import ContextGroup, Sent
+from subquad.parallel.group import ContextGroup
 
 Attend = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
 """Maps queries, a block's keys and values, and both starts to outputs `[B, H, T, V]` and logsumexp `[B, H, T]`."""
@@ -115,8 +115,3 @@ def _send_on(
 
 def _zeros(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [torch.zeros_like(x, dtype=dtype) for x in tensors]
-
-
-def sent_for_ring(block_bytes: int, ranks: int) -> list[Sent]:
-    """Return the bytes that each rank sends in `ring_attention`, for float32 keys and values of `block_bytes`."""
-    return [Sent((ranks - 1) * block_bytes, 2 * (ranks - 1) * block_bytes)] * ranks

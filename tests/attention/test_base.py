@@ -27,9 +27,7 @@ from subquad.testing.tools import LINEAR_GROWTH
 
 FOLDER = Path(subquad.attention.__file__).parent
 SHARED = {
-    "refusals",
-    "base", "blocked", "branches", "divided", "memories", "parts", "past", "projected",
-    "recurrent", "scanned", "sharing",
+    "base", "branches", "divided", "memories", "parts", "past", "recurrent", "refusals", "sharing",
 }  # fmt: skip
 TESTS = Path(__file__).parent
 NAMES = names()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from subquad.attention import Attention, build, mechanism, names
-from subquad.attention.blocked import BlockedAttention
+from subquad.attention.parts import SoftmaxConfig
 
 each = pytest.mark.parametrize("name", names())
 CAUSAL = [name for name in names() if "causal" in mechanism(name).forms]
@@ -75,7 +75,7 @@ def test_common_options_are_checked(name):
             build(name, **SIZES, dropout=dropout)
 
 
-@pytest.mark.parametrize("name", [name for name in names() if issubclass(mechanism(name), BlockedAttention)])
+@pytest.mark.parametrize("name", [name for name in names() if issubclass(mechanism(name).Config, SoftmaxConfig)])
 def test_options_of_softmax_mechanisms_are_checked(name):
     for heads in (3, 0, -1):
         with refuses(f"num_kv_heads must divide num_heads, got num_kv_heads={heads}, num_heads=2"):

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from subquad import attention
+from subquad.attention.base import split
 from subquad.testing import AttentionContract, assert_exact, assert_same_maths
 from tests.attention.oracles import attend, heads, projected
 
@@ -71,7 +72,7 @@ def test_without_its_latents_it_is_window_attention(layer):
 
 def test_without_its_window_the_shares_are_a_softmax_over_the_latents(layer):
     x = torch.randn(1, 30, 16, dtype=torch.float64)
-    logits = layer.split(layer.latent_query(x))
+    (logits,) = split(4, layer.latent_query(x))
     with layer.without("window"):
         assert_same_maths(layer.shares(x)[..., 1:], logits[..., 1:].softmax(-1), "the shares of the latents")
     assert_exact(layer.shares(x), logits.softmax(-1), "open again after the block")

@@ -1,6 +1,7 @@
 import torch
 
 from subquad import attention
+from subquad.attention.base import split
 from subquad.layers.positions import rotate
 from subquad.models import Decoder, DecoderConfig
 from subquad.testing import AttentionContract, assert_same_maths
@@ -75,7 +76,7 @@ def test_learned_maps_begin_as_softmax_features_of_both_signs():
     torch.manual_seed(0)
     layer = attention.build("linear", dim=16, num_heads=2, feature_map="learned").double()
     x = torch.randn(1, 9, 16, dtype=torch.float64)
-    k_BHTK = layer.split(layer.key(x))
+    (k_BHTK,) = split(layer.config.channels, layer.key(x))
     expected = torch.cat([k_BHTK.softmax(-1), (-k_BHTK).softmax(-1)], -1)
     assert_same_maths(kept(layer, x)[0].k, expected, "features of the keys")
 
@@ -90,7 +91,9 @@ def test_rotary_features_are_those_of_turned_queries_and_keys():
     past.start = 7
     layer.mix(x, past)
     for project, features in ((layer.query, past.last[1]), (layer.key, past.last[0].k)):
-        turned = rotate(layer.split(project(x)), 7, 100.0, channels=4, scaling=layer.config.rope_scaling)
+        turned = rotate(
+            split(layer.config.channels, project(x))[0], 7, 100.0, channels=4, scaling=layer.config.rope_scaling
+        )
         assert_same_maths(features, torch.nn.functional.softplus(turned), "features from position 7 on")
 
 

@@ -63,6 +63,17 @@ def test_the_oracles_agree_with_keys_of_their_own():
     agrees(TestLunaBidirectional, pack_heads=None)
 
 
+def test_the_bidirectional_weights_are_those_of_each_head_and_pack_head():
+    layer = make(causal=False, pack_heads=4, bias=True)
+    x = rows(2, 9, 16)
+    packed_BGTK = layer.pack_value(x).unflatten(-1, (4, 4)).transpose(1, 2)
+    v_BHGTV = torch.einsum("bgtk,hvgk->bhgtv", packed_BGTK, layer.value.weight.view(2, 8, 4, 4))
+    # A share of the bias for each pack head, as each of their rows of weights sums to one.
+    v_BHGTV = v_BHGTV + layer.value.bias.view(2, 1, 1, 8) / 4
+    y_BHTV = (layer.weights(x).unflatten(1, (2, 4)) @ v_BHGTV).sum(2)
+    assert_same_maths(layer.out(y_BHTV.transpose(1, 2).flatten(2)), layer(x)[0])
+
+
 def make(**options):
     torch.manual_seed(0)
     return build("luna", dim=16, num_heads=2, memory_tokens=5, **options).double()

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from subquad import attention
+from subquad.attention.base import split
 from subquad.layers.positions import rotate
 from subquad.testing import AttentionContract, assert_same_maths
 from tests.attention.kept import kept
@@ -24,7 +25,7 @@ class TestRetnet(AttentionContract):
 def test_a_head_forgets_half_of_what_its_neighbour_forgets():
     layer = attention.build("retnet", dim=16, num_heads=2).double()
     x = torch.randn(1, 9, 16, dtype=torch.float64)
-    q, k = (rotate(layer.split(project(x)), 0, 10000.0) for project in (layer.query, layer.key))
+    q, k = (rotate(split(8, project(x))[0], 0, 10000.0) for project in (layer.query, layer.key))
     ages = (torch.arange(9)[:, None] - torch.arange(9)).double()
     for head, left in enumerate((1 - 1 / 32, 1 - 1 / 64)):
         expected = (left ** ages.clamp(min=0) * (q[0, head] @ k[0, head].T) / 8**0.5).tril()

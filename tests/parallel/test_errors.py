@@ -1,13 +1,12 @@
 """Layers, models and inputs that several processes can't share are refused with the reason."""
 
 import threading
-from typing import ClassVar
 
 import pytest
 import torch
 
 from subquad import attention
-from subquad.attention import Attention, build
+from subquad.attention import build
 from subquad.models import Decoder, DecoderConfig, Encoder, ImageModel, ImageModelConfig
 from subquad.models.build import build_model
 from subquad.models.encoder import EncoderConfig
@@ -81,23 +80,6 @@ def decoder(**changes):
 def test_unsupported_models_and_inputs(group, call, match):
     with pytest.raises(ValueError, match=match):
         call()
-
-
-def test_own_mechanisms_must_support_sharing(group, monkeypatch):
-    monkeypatch.setattr(Attention, "registry", dict(Attention.registry))
-
-    class Own(attention.mechanism("latte")):
-        name: ClassVar[str] = "test_errors"
-
-        def mix_tokens(self, x_BTD, state, lengths_B):
-            return super().mix_tokens(x_BTD, state, lengths_B)
-
-    layer = Own(Own.Config(**SIZES))
-    assert attention.mechanism("latte").parallel
-    with pytest.raises(ValueError, match="attention 'test_errors' has no way to read a sequence that several"):
-        layer(X)
-    Own.parallel = True
-    assert layer.communication(8, 2) == build("latte", **SIZES).communication(8, 2)
 
 
 @pytest.mark.parametrize(("tokens", "ranks"), [(7, 2), (8, 0), (-2, 2)])

@@ -1,15 +1,18 @@
 """Exchanges alone: needed tokens, merged summaries, a ring's outputs and gradients."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from subquad.attention.memories.recurrence import Recurrence
+from subquad.attention.memories.running_softmax import RunningSoftmax
 from subquad.ops import block_attention, block_attention_with_lse, gated_scan, running_softmax
 from subquad.ops.patterns import Causal
 from subquad.parallel.exchange import first_before, held, last_before, prefix
 from subquad.parallel.ring import ring_attention
-from subquad.parallel.summaries import merge_softmax, merge_sums, outer_sums, softmax_summary
 from subquad.testing import assert_same_maths
 from tests.parallel.cases import draw
 from tests.parallel.ranks import on_ranks
@@ -33,18 +36,15 @@ def test_spans_are_the_tokens_that_earlier_ranks_hold(reach, tokens, ranks):
 @given(sizes=st.lists(st.integers(0, 5), min_size=3, max_size=3), scale=st.sampled_from((1.0, 1e2, 1e4)))
 def test_merging_is_associative_and_gives_the_scan_s_state(sizes, scale):
     logits, v = scale * draw(1, 2, sum(sizes), 3), draw(1, 2, sum(sizes), 4, seed=2)
-    parts = list(zip(logits.split(sizes, 2), v.split(sizes, 2), strict=True))
-    a, b, c = (softmax_summary(*part) for part in parts)
-    whole = softmax_summary(logits, v)
-    for merged in (merge_softmax(merge_softmax(a, b), c), merge_softmax(a, merge_softmax(b, c))):
-        for actual, expected in zip(merged, whole, strict=True):
-            assert_same_maths(actual, expected)
     state = running_softmax(logits.softmax(-1), logits, v).state
-    for actual, expected in zip(whole, state, strict=True):
-        assert_same_maths(actual, expected)
-    a, b, c = ((outer_sums(k, x, True),) for k, x in parts)
-    (whole,) = merge_sums(merge_sums(a, b), c)
-    assert_same_maths(whole, gated_scan(logits, logits, v, None, normalise=True).state)
+    sums = gated_scan(logits, logits, v, None, normalise=True).state
+    for memory, expected in ((RunningSoftmax, state), (partial(Recurrence, normalise=True), (sums,))):
+        whole = memory(logits, v)
+        parts = [memory(*part).summary() for part in zip(logits.split(sizes, 2), v.split(sizes, 2), strict=True)]
+        a, b, c = parts
+        for merged in (whole.merge(whole.merge(a, b), c), whole.merge(a, whole.merge(b, c)), whole.summary()):
+            for actual, entry in zip(whole.begin(merged), expected, strict=True):
+                assert_same_maths(actual, entry)
 
 
 @pytest.mark.parametrize("ranks", range(1, 10))

@@ -3,6 +3,7 @@
 import pytest
 
 from subquad.attention import build
+from subquad.attention.base import split
 from subquad.testing import assert_exact
 
 DIM, HEADS, K, FEATURES, TOKENS = 32, 2, 16, 24, 50
@@ -29,7 +30,7 @@ def layers(module, double):
 
 
 def parts(layer, x):
-    return layer.split(layer.query(x)), layer.split(layer.key(x)), layer.split(layer.value(x))
+    return split(layer.config.channels, layer.query(x), layer.key(x), layer.value(x))
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from subquad.attention.memories.running_softmax import real_rows, widened
 from subquad.ops import delta_scan, gated_scan
 from subquad.ops.backends import without_autocast
-from subquad.parallel.summaries import outer_sums
 
 Tensors = tuple[Tensor, ...]
 
@@ -135,6 +134,13 @@ def decayed(q_BHTK: Tensor, k_BHSK: Tensor, decay_BHTSF: Tensor | None) -> Tenso
         scores = q_BHTK @ k_BHSK.mT
         return scores if decay_BHTSF is None else scores * decay_BHTSF[..., 0]
     return (q_BHTK[:, :, :, None] * decay_BHTSF * k_BHSK[:, :, None]).sum(-1)
+
+
+@without_autocast
+def outer_sums(k_BHTK: Tensor, v_BHTV: Tensor, with_sum: bool) -> Tensor:
+    """Return `sum_t k_t (x) v_t` in float32 or wider; `with_sum` adds a last channel, `sum_t k_t`."""
+    k, v = widened(k_BHTK, v_BHTV)
+    return k.mT @ (F.pad(v, (0, 1), value=1.0) if with_sum else v)
 
 
 @without_autocast

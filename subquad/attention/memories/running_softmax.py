@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from subquad.ops import running_softmax
 from subquad.ops.backends import without_autocast
 from subquad.ops.softmax import EMPTY
-from subquad.parallel.summaries import merge_softmax, softmax_summary
 
 Tensors = tuple[Tensor, ...]
 
@@ -34,7 +33,6 @@ class RunningSoftmax:
 
     slots: ClassVar[tuple[str, ...]] = ("_lse", "_mean")
     empty: ClassVar[tuple[float, ...]] = (EMPTY, 0.0)
-    merge = staticmethod(merge_softmax)
 
     def read(self, p_BHTL: Tensor, before: Any, at: Any) -> tuple[Tensor, Tensors]:
         """Return the outputs and the state after these tokens."""
@@ -55,13 +53,30 @@ class RunningSoftmax:
         shares_BHTSL = logits_BHSL[:, :, None].masked_fill(future_TS1, -torch.inf).softmax(-2)
         return torch.einsum("bhtl,bhtsl->bhts", p_BHTL, shares_BHTSL).to(v_BHSV.dtype) @ v_BHSV
 
+    # Between ranks: a summary is the state of these tokens alone.
+
     def summary(self) -> Tensors:
-        """Return the state of these tokens alone."""
+        """Return the log-normalisers and means of these tokens."""
         return softmax_summary(self.logits, self.v)
+
+    def merge(self, earlier: Tensors, later: Tensors) -> Tensors:
+        """Return `lse = log(e^lse_1 + e^lse_2)`, `mean = e^(lse_1 - lse) mean_1 + e^(lse_2 - lse) mean_2`."""
+        (lse_1, mean_1), (lse_2, mean_2) = earlier, later
+        lse_BHL = torch.logaddexp(lse_1, lse_2)
+        share_1, share_2 = ((lse - lse_BHL).exp().to(mean_1.dtype)[..., None] for lse in (lse_1, lse_2))
+        return lse_BHL, share_1 * mean_1 + share_2 * mean_2
 
     def begin(self, summary: Tensors) -> Tensors:
         """Return the state that a summary is."""
         return summary
+
+
+@without_autocast
+def softmax_summary(logits_BHTL: Tensor, v_BHTV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `lse_l = log sum_t exp(k_tl)`, in float64, and `mean_l = sum_t exp(k_tl - lse_l) v_t`."""
+    logits, v = widened(logits_BHTL, v_BHTV)
+    lse_BHL = logits.logsumexp(-2).clamp(min=EMPTY)
+    return lse_BHL.double(), (logits - lse_BHL[..., None, :]).exp().mT @ v
 
 
 @without_autocast
