@@ -91,7 +91,8 @@ def makes_a_square(layer, mix, x, state, lengths):
 def keeps_the_prompt_alive(layer, mix, x, state, lengths):
     """The cache is a view of all keys."""
     y, after = mix(x, state, lengths)
-    kept = keys(layer, x, 0)[:, :, -after.tensor("near_keys").shape[2] :]
+    k = keys(layer, *split(layer.config.channels, layer.key(x)), 0)
+    kept = k[:, :, -after.tensor("near_keys").shape[2] :]
     return y, State({**after.entries, "near_keys": kept}, after.config_hash)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention.divided import check_divided
-from subquad.attention.past import IN_PLACE, Convert, Converted, InPlace, Literal, Past, Whole
+from subquad.attention.past import IN_PLACE, InPlace, Literal, Past, Whole
 from subquad.attention.refusals import refusal
 from subquad.attention.sharing import check_part, check_shared
 from subquad.config import Config as BaseConfig
@@ -349,36 +349,6 @@ class Attention(nn.Module):
 
     def notice_length(self, tokens: int) -> None:
         """Log what the layer has to say of a sequence of `tokens` tokens; most have nothing to say."""
-
-    def to_ring(self, state: State, capacity: int) -> State:
-        """Return the state of one row for decoding in place, of at most `capacity` tokens where the state grows."""
-        if not self.rings:
-            return state
-        made = self._converted(state, lambda memory, entries: memory.to_ring(entries, int(state.seen), capacity))
-        made.entries[IN_PLACE] = 1
-        return made
-
-    def from_ring(self, state: State) -> State:
-        """Return the state that `to_ring` takes."""
-        if IN_PLACE not in state:
-            return state
-        return self._converted(state, lambda memory, rings: memory.from_ring(rings, int(state.seen)))
-
-    def whole_state(self, state: State, device: Any) -> State:
-        """Return the state after all ranks' tokens, on every rank, from each rank's own; without gradients."""
-        group = active_group()
-        if group is None:
-            return state
-        if self.state_grows:
-            whole = self._converted(state, lambda memory, entries: memory.gathered(entries, group))
-            return State({**whole.entries, "seen": state.seen // (group.rank + 1) * group.size}, whole.config_hash)
-        return group.last_state(state, device)
-
-    def _converted(self, state: State, convert: Convert) -> State:
-        none_B0D = next(self.parameters()).new_zeros(state.batch or 1, 0, self.config.dim)
-        past = Converted(none_B0D, state, convert)
-        self.mix(none_B0D, past)
-        return State(past.entries, state.config_hash)
 
     def place(self, layer: int, layers: int) -> None:
         """Take the place of layer number `layer` (from 0) of a new model's `layers`; most ignore it.

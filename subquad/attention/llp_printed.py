@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from subquad.attention.base import Attention, join, takes_options
+from subquad.attention.base import Attention, join, split, takes_options
 from subquad.attention.divided import check_even
 from subquad.attention.memories.key_values import KeyValues, Sight
 from subquad.attention.parts import (
@@ -25,12 +25,11 @@ from subquad.attention.parts import (
     add_softmax_projections,
     divisible_heads,
     instead_of_first,
+    normed,
     output_projection,
     projection,
+    queries,
     rotated,
-    unrotated_keys,
-    unrotated_queries,
-    values,
 )
 from subquad.attention.past import Past
 from subquad.ops.counting import first_replaced
@@ -88,7 +87,7 @@ class LlpPrinted(Attention):
     def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
         """Read all blocks alike, then the first block again if an option gives it its own queries, keys or values."""
         c, special = self.half_segment, self.special_first_block
-        q, k, v = raw = self.unrotated(x_BTD, "")
+        q, k, v = raw = self.heads(x_BTD, "")
         check_even(self, q, k, self.config.query_share)
         with first_replaced(c if special else 0):
             y_BHTK = self.read(past, "near", self.sight, q, self.norm(k), v)
@@ -96,20 +95,23 @@ class LlpPrinted(Attention):
         if first is None:
             return y_BHTK
         own = self.config.first_block_projections
-        q, k, v = self.unrotated(x_BTD[:, :c], "first_") if own else (x[:, :, :c] for x in raw)
+        q, k, v = self.heads(x_BTD[:, :c], "first_") if own else (x[:, :, :c] for x in raw)
         return instead_of_first(c, self.read(first, "first", self.first_sight, q, k, v), y_BHTK, past.start)
 
-    def unrotated(self, x_BTD: Tensor, prefix: str) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, x_BTD: Tensor, prefix: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of the projections of all blocks, or of the first one's."""
-        k_BGTK = unrotated_keys(self, x_BTD, f"{prefix}key")
-        v_BGTK = k_BGTK if self.config.shared_kv else values(self, x_BTD, f"{prefix}value")
-        return unrotated_queries(self, x_BTD, f"{prefix}query"), k_BGTK, v_BGTK
+        channels = self.config.channels
+        (k_BGTK,) = split(channels, getattr(self, f"{prefix}key")(x_BTD))
+        k_BGTK = v_BGTK = normed(k_BGTK, self.key_norm)
+        if not self.config.shared_kv:
+            (v_BGTK,) = split(channels, getattr(self, f"{prefix}value")(x_BTD))
+        return split(channels, getattr(self, f"{prefix}query")(x_BTD))[0], k_BGTK, v_BGTK
 
     def read(self, past: Past, name: str, sight: Sight, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return softmax attention of rotated queries to rotated keys: keep them, and read them."""
-        q, k = (rotated(self.config, x, past.start) for x in (q, k))
-        (blocks,) = past.keep(**{name: KeyValues(k, past.values(v), sight, self.dropout_p)})
-        return blocks.read(q)
+        """Return softmax attention to rotated keys: keep them, and read them."""
+        k_BGTK = rotated(self.config, k, past.start)
+        (blocks,) = past.keep(**{name: KeyValues(k_BGTK, past.values(v), sight, self.dropout_p)})
+        return blocks.read(queries(self, q, past.start))
 
     def outputs(self, x_BTD: Tensor, past: Past) -> Tensor:
         """Return the mixed tokens; overridden, as `finish` does not learn which tokens are in the first block."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from subquad.attention.base import Attention, takes_options
+from subquad.attention.base import Attention, split, takes_options
 from subquad.attention.memories.key_values import KeyValues, Sight, attend
 from subquad.attention.parts import (
     SoftmaxConfig,
@@ -27,7 +27,6 @@ from subquad.attention.parts import (
     projection,
     queries,
     softmax_over,
-    values,
 )
 from subquad.attention.past import Past
 from subquad.ops.counting import first_replaced
@@ -88,10 +87,11 @@ class Longformer(Attention):
             return y_BHTK
         # Causal, global tokens see global tokens alone.
         seen, x_BSD = (first, x_BTD[:, :count]) if self.causal else (past, x_BTD)
-        q_BHCK = queries(self, x_BTD[:, :count], past.start, "global_query")
-        k_BGSK, v_BGSK = keys(self, x_BSD, past.start, "global_key"), values(self, x_BSD, "global_value")
-        (own,) = seen.keep(own=GlobalKeys(k_BGSK, seen.values(v_BGSK), self.global_sight, self.dropout_p))
-        return instead_of_first(count, own.read(q_BHCK), y_BHTK, past.start)
+        (q_BHCK,) = split(self.config.channels, self.global_query(x_BTD[:, :count]))
+        k_BGSK, v_BGSK = split(self.config.channels, self.global_key(x_BSD), self.global_value(x_BSD))
+        k_BGSK, v_BGSK = keys(self, k_BGSK, past.start), seen.values(v_BGSK)
+        (own,) = seen.keep(own=GlobalKeys(k_BGSK, v_BGSK, self.global_sight, self.dropout_p))
+        return instead_of_first(count, own.read(queries(self, q_BHCK, past.start)), y_BHTK, past.start)
 
     @property
     def divisible(self) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ def head_norm(config: HeadedConfig) -> nn.RMSNorm | None:
     return kind(config.channels, eps=config.norm_eps or 1e-6) if config.qk_norm else None
 
 
-def normed(x_BHTK: Tensor, norm: nn.Module | None) -> Tensor:
+def normed(x_BHTK: Tensor, norm: Any) -> Tensor:
     """Return the heads, normed if there is a norm."""
     return x_BHTK if norm is None else norm(x_BHTK)
 
@@ -191,36 +191,24 @@ def add_sink(layer: Any, config: SinkConfig) -> None:
 
 def softmax_heads(layer: Any, x_BTD: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries `[B, H, T, K]`, and keys and values `[B, G, T, K]`, of tokens from `start` on."""
-    q_BHTK, k_BGTK = queries(layer, x_BTD, start), keys(layer, x_BTD, start)
-    check_even(layer, q_BHTK, k_BGTK, layer.config.query_share)
-    return q_BHTK, k_BGTK, values(layer, x_BTD)
-
-
-def queries(layer: Any, x_BTD: Tensor, start: int | Tensor, name: str = "query") -> Tensor:
-    """Return the queries `[B, H, T, K]`: normed, scaled and rotated as the options say."""
-    return rotated(layer.config, unrotated_queries(layer, x_BTD, name), start)
-
-
-def unrotated_queries(layer: Any, x_BTD: Tensor, name: str) -> Tensor:
-    """Return the queries that the projection `name` makes, normed and scaled."""
     config: SoftmaxConfig = layer.config
-    q_BHTK = normed(split(config.channels, getattr(layer, name)(x_BTD))[0], layer.query_norm)
-    return q_BHTK if config.score_scale is None else q_BHTK * (config.score_scale * math.sqrt(config.channels))
+    q_BHTK, k_BGTK, v_BGTK = split(config.channels, layer.query(x_BTD), layer.key(x_BTD), layer.value(x_BTD))
+    check_even(layer, q_BHTK, k_BGTK, config.query_share)
+    return queries(layer, q_BHTK, start), keys(layer, k_BGTK, start), v_BGTK
 
 
-def keys(layer: Any, x_BTD: Tensor, start: int | Tensor, name: str = "key") -> Tensor:
-    """Return the keys `[B, G, T, K]`: normed and rotated as the options say."""
-    return rotated(layer.config, unrotated_keys(layer, x_BTD, name), start)
+def queries(layer: Any, q_BHTK: Tensor, start: int | Tensor) -> Tensor:
+    """Return the projected queries normed, scaled and rotated as the options say."""
+    config: SoftmaxConfig = layer.config
+    q_BHTK = normed(q_BHTK, layer.query_norm)
+    if config.score_scale is not None:
+        q_BHTK = q_BHTK * (config.score_scale * math.sqrt(config.channels))
+    return rotated(config, q_BHTK, start)
 
 
-def unrotated_keys(layer: Any, x_BTD: Tensor, name: str) -> Tensor:
-    """Return the keys that the projection `name` makes, normed."""
-    return normed(split(layer.config.channels, getattr(layer, name)(x_BTD))[0], layer.key_norm)
-
-
-def values(layer: Any, x_BTD: Tensor, name: str = "value") -> Tensor:
-    """Return the values `[B, G, T, K]`."""
-    return split(layer.config.channels, getattr(layer, name)(x_BTD))[0]
+def keys(layer: Any, k_BGTK: Tensor, start: int | Tensor) -> Tensor:
+    """Return the projected keys normed and rotated as the options say."""
+    return rotated(layer.config, normed(k_BGTK, layer.key_norm), start)
 
 
 def rotated(config: SoftmaxConfig, x_BHTK: Tensor, start: int | Tensor) -> Tensor:

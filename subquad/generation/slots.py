@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from subquad.attention.conversions import from_ring, to_ring
 from subquad.generation.recorded import flat, joined, record, split
 from subquad.inference import device_of
 from subquad.layers.attached import attached
@@ -57,7 +59,7 @@ class FixedSlots:
     def take(self, slot: int) -> State:
         """Return a copy of the slot's state without the entries before its first token."""
         state = row_of(joined(self._like, self._tensors), slot)
-        state = self._model.change_layers(state, lambda layer, state: layer.from_ring(state))
+        state = self._model.change_layers(state, from_ring)
         return fit(state, trimmed(self._shapes, shapes_of(self._first), int(state.seen)))
 
     def step(self, tokens: list[int]) -> Tensor:
@@ -105,7 +107,7 @@ class FixedSlots:
         return logits_B1V[:, -1], state
 
     def _in_ring(self, state: State) -> State:
-        return self._model.change_layers(state, lambda layer, state: layer.to_ring(state, self._capacity))
+        return self._model.change_layers(state, partial(to_ring, capacity=self._capacity))
 
     def _put(self, slot: int, state: State, active: int) -> None:
         batch = joined(self._like, self._tensors)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from subquad.attention import Attention, Cost
 from subquad.attention.base import check_fresh
+from subquad.attention.conversions import after_all_ranks
 from subquad.attention.sharing import check_dropout, check_whole
 from subquad.layers.head import IGNORED, Lookup, Reduction, is_tied, logits_of, loss_of_passes, new_head
 from subquad.models.blocks import (
@@ -457,7 +458,7 @@ class Decoder(nn.Module):
         mixers = {f"layers.{i}": block.attention for i, block in enumerate(self.blocks())}
         entries: dict[str, Tensor | int | State] = {"seen": group.size * tokens_BT.shape[1]}
         for place, state in states.items():
-            entries[place] = mixers[place[place.index("layers.") :]].whole_state(state, tokens_BT.device)
+            entries[place] = after_all_ranks(mixers[place[place.index("layers.") :]], state, tokens_BT.device)
         return entries
 
 

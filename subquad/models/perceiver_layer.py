@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import join
+from subquad.attention.base import join, split
 from subquad.attention.divided import check_divided, check_even
 from subquad.attention.full import Full
-from subquad.attention.parts import keys, queries, values
+from subquad.attention.parts import keys, queries
 from subquad.models.blocks import Block
 from subquad.models.matrices import WeightMatrix
 from subquad.models.perceiver_window import History, Number
@@ -57,11 +57,13 @@ class LatentAttention(Full):
         `pattern` counts slots: the first query is at `q_start`, the first key at `k_start`; negative slots are empty.
         """
         check_divided(self)
-        q_BHMK, k_BHSK = at_places(queries, self, z_BMD, places), at_places(keys, self, z_BMD, places)
+        channels = self.config.channels
+        q_BHMK, k_BHSK, v_BHSK = split(channels, self.query(z_BMD), self.key(z_BMD), self.value(z_BMD))
         check_even(self, q_BHMK, k_BHSK, self.config.query_share)
-        v_BHSK = values(self, z_BMD)
+        q_BHMK, k_BHSK = at_places(queries, self, q_BHMK, places), at_places(keys, self, k_BHSK, places)
         if history is not None:
-            kept = at_places(keys, self, *history), values(self, history[0])
+            before_k, before_v = split(channels, self.key(history[0]), self.value(history[0]))
+            kept = at_places(keys, self, before_k, history[1]), before_v
         if kept is not None:
             k_BHSK = torch.cat([kept[0].to(k_BHSK.dtype), k_BHSK], 2)
             v_BHSK = torch.cat([kept[1].to(v_BHSK.dtype), v_BHSK], 2)
@@ -113,14 +115,14 @@ class LatentBlock(Block):
 
 
 def at_places(
-    project: Callable[[Any, Tensor, Number], Tensor], layer: LatentAttention, x_BSD: Tensor, places: Number
+    turn: Callable[[Any, Tensor, Number], Tensor], layer: LatentAttention, x_BHSK: Tensor, places: Number
 ) -> Tensor:
-    """Return queries or keys `[B, H, S, K]` of vectors at `places`, which need not be consecutive."""
+    """Return projected queries or keys turned to `places`, which need not be consecutive."""
     if isinstance(places, int) or places.ndim == 1:
-        return project(layer, x_BSD, places)
-    B, S, _ = x_BSD.shape
-    alone = project(layer, x_BSD.reshape(B * S, 1, -1), places.reshape(-1))  # [B * S, H, 1, K]
-    return alone.reshape(B, S, *alone.shape[1::2]).transpose(1, 2)
+        return turn(layer, x_BHSK, places)
+    x_BSHK = x_BHSK.transpose(1, 2)
+    alone = turn(layer, x_BSHK.flatten(0, 1)[:, :, None], places.reshape(-1))  # [B * S, H, 1, K]
+    return alone.reshape(x_BSHK.shape).transpose(1, 2)
 
 
 def draw(

@@ -27,7 +27,7 @@ from subquad.testing.tools import LINEAR_GROWTH
 
 FOLDER = Path(subquad.attention.__file__).parent
 SHARED = {
-    "base", "branches", "divided", "memories", "parts", "past", "recurrent", "refusals", "sharing",
+    "base", "branches", "conversions", "divided", "memories", "parts", "past", "recurrent", "refusals", "sharing",
 }  # fmt: skip
 TESTS = Path(__file__).parent
 NAMES = names()

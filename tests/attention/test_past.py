@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from subquad.attention import Linear, build
+from subquad.attention.conversions import to_ring
 from subquad.attention.memories.recurrence import Recurrence
 from subquad.attention.memories.running_softmax import RunningSoftmax
 from subquad.attention.past import Converted, Literal, Past, Whole, from_earlier_ranks
@@ -46,7 +47,7 @@ def test_a_memory_is_read_once(past):
 
 def test_decoding_in_place_takes_one_token_without_padding():
     layer = build("window", width=4, **SIZES).double()
-    ring = layer.to_ring(layer(X)[1], 40).with_counts_by_row()
+    ring = to_ring(layer, layer(X)[1], 40).with_counts_by_row()
     with pytest.raises(ValueError, match=r"reads one token of each row, without padding, got 5 tokens$"):
         layer(X, ring)
     with pytest.raises(ValueError, match="reads one token of each row, without padding, got 1 tokens with padding"):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from subquad.attention import build
-from subquad.attention.parts import keys, queries
+from subquad.attention.parts import softmax_heads
 from subquad.testing import assert_exact, assert_same_maths
 from tests.attention.oracles import SoftmaxContract
 
@@ -80,7 +80,8 @@ def test_a_learned_sink_joins_the_denominator():
     layer = window(width=3, sinks=2, learned_sink=True)
     assert_exact(layer.sink_logits, torch.zeros(2, dtype=torch.float64))
     layer.sink_logits.copy_(torch.tensor([0.5, -2.0]))
-    scores_BHT = (queries(layer, X, 0)[:, :, 8:] * keys(layer, X, 0)).sum(-1) / 8**0.5
+    q_BHTK, k_BHTK, _ = softmax_heads(layer, X, 0)
+    scores_BHT = (q_BHTK[:, :, 8:] * k_BHTK).sum(-1) / 8**0.5
     terms_BHN = scores_BHT[..., [0, 1, 6, 7, 8]].exp()
     expected = terms_BHN / (terms_BHN.sum(-1, keepdim=True) + layer.sink_logits.exp()[:, None])
     assert_same_maths(layer.weights(X)[:, :, 8, [0, 1, 6, 7, 8]], expected)
@@ -104,7 +105,7 @@ def test_a_learned_sink_of_minus_infinity_changes_nothing_and_a_large_one_silenc
 @torch.no_grad()
 def test_sinks_keep_their_own_rotary_positions():
     layer = window(width=3, sinks=2, rope=True)
-    assert_exact(layer(X)[1].tensor("near_first_keys"), keys(layer, X, 0)[:, :, :2])
+    assert_exact(layer(X)[1].tensor("near_first_keys"), softmax_heads(layer, X, 0)[1][:, :, :2])
 
 
 @torch.no_grad()

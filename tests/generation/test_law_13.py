@@ -23,7 +23,7 @@ JOINED = [
     *(f"perceiver_ar {history} exact" for history in ("cross", "segments", "compressed")),
 ]  # fmt: skip
 """States of each kind; the others join the same slots in `make test-long`."""
-LATER = ("first_keys", "first_values", "global_keys", "global_values")
+LATER = ("first_keys", "first_values", "own_keys", "own_values")
 """Entries that a batch keeps until no later token needs them."""
 
 

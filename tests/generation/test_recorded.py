@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from subquad.attention import build
+from subquad.attention.conversions import from_ring, to_ring
 from subquad.generation import generate
 from subquad.generation.recorded import joined, record
 from subquad.generation.slots import FixedSlots
@@ -90,9 +91,9 @@ def test_a_step_in_place_keeps_every_tensor_where_it_was(name):
 def test_a_ring_holds_what_the_cache_holds(name, options, seen):
     layer = build(name, dim=16, num_heads=2, **options).double()
     _, state = layer(torch.randn(1, seen, 16, dtype=torch.float64))
-    ring = layer.to_ring(state, 40)
+    ring = to_ring(layer, state, 40)
     assert ring.tensor("near_ring_keys").shape[2] == (40 if name == "full" else 8)
-    back, kept = layer.from_ring(ring), state.tensor("near_keys").shape[2]
+    back, kept = from_ring(layer, ring), state.tensor("near_keys").shape[2]
     for entry in ("near_keys", "near_values"):
         assert_exact(back.tensor(entry)[:, :, -kept:], state.tensor(entry))
     for entry in {"near_first_keys", "near_first_values"} & set(state):

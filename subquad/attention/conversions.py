@@ -1,0 +1,45 @@
+"""A layer's state as another kind of state: `mix` runs on no tokens, and each memory maps its own entries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from subquad.attention.base import Attention
+from subquad.attention.past import IN_PLACE, Convert, Converted
+from subquad.parallel import active_group
+from subquad.state import State
+
+
+def to_ring(layer: Attention, state: State, capacity: int) -> State:
+    """Return the state of one row for decoding in place, of at most `capacity` tokens where the state grows."""
+    if not layer.rings:
+        return state
+    made = converted(layer, state, lambda memory, entries: memory.to_ring(entries, int(state.seen), capacity))
+    made.entries[IN_PLACE] = 1
+    return made
+
+
+def from_ring(layer: Attention, state: State) -> State:
+    """Return the state that `to_ring` takes."""
+    if IN_PLACE not in state:
+        return state
+    return converted(layer, state, lambda memory, rings: memory.from_ring(rings, int(state.seen)))
+
+
+def after_all_ranks(layer: Attention, state: State, device: Any) -> State:
+    """Return the state after all ranks' tokens, on every rank, from each rank's own; without gradients."""
+    group = active_group()
+    if group is None:
+        return state
+    if not layer.state_grows:
+        return group.last_state(state, device)
+    whole = converted(layer, state, lambda memory, entries: memory.gathered(entries, group))
+    return State({**whole.entries, "seen": state.seen // (group.rank + 1) * group.size}, whole.config_hash)
+
+
+def converted(layer: Attention, state: State, convert: Convert) -> State:
+    """Return the state with each memory's entries mapped by `convert`."""
+    none_B0D = next(layer.parameters()).new_zeros(state.batch or 1, 0, layer.config.dim)
+    past = Converted(none_B0D, state, convert)
+    layer.mix(none_B0D, past)
+    return State(past.entries, state.config_hash)
