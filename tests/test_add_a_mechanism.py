@@ -30,6 +30,7 @@ CONSOLE = "\n".join(re.findall(r"^```console\n(.*?)^```$", PAGE, re.MULTILINE | 
 COMMANDS = [line.removeprefix("python -m my_attention ") for line in CONSOLE if "-m my_attention" in line]
 # `aot_eager` asks the same of the file as inductor, and takes seconds less.
 LAWS = [name for name in dir(AttentionContract) if name.startswith("test_") and "inductor" not in name]
+FEW = [name for name in LAWS if re.match("test_(the_oracle|law_0[12348])", name)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,21 +55,25 @@ def place(tmp_path_factory):
         patch.chdir(folder)
         patch.syspath_prepend(folder)
         patch.setattr(Attention, "registry", dict(Attention.registry))
-        importlib.import_module("test_fading")
+        for name in ("test_fading", "test_echo"):
+            importlib.import_module(name)
         yield folder
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("my_attention", "test_fading", "use")]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] in ("my_attention", "test_fading", "test_echo", "use")
+    ]:
         del sys.modules[name]
 
 
 def test_the_page_has_the_files_and_commands_that_are_tested():
-    assert set(FILES) == {"my_attention/fading.py", "my_attention/__main__.py", "test_fading.py", "use.py"}
+    own = {f"my_attention/{name}.py" for name in ("fading", "echo", "__main__")}
+    assert set(FILES) == own | {"test_fading.py", "test_echo.py", "use.py"}
     assert {command.split()[0] for command in COMMANDS} == {"list", "cost", "show", "train", "generate"}
-    assert "python -m pytest test_fading.py" in CONSOLE
+    assert "python -m pytest test_fading.py test_echo.py" in CONSOLE
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_the_contract_is_kept(law, tmp_path):
-    test = getattr(sys.modules["test_fading"].TestFading(), law)
+@pytest.mark.parametrize(("name", "law"), [("fading", law) for law in LAWS] + [("echo", law) for law in FEW])
+def test_the_contract_is_kept(name, law, tmp_path):
+    test = getattr(getattr(sys.modules[f"test_{name}"], f"Test{name.title()}")(), law)
     test(**{"tmp_path": tmp_path} if "tmp_path" in inspect.signature(test).parameters else {})
 
 
@@ -103,7 +108,9 @@ def test_every_command_knows_it(place, capsys, monkeypatch):
     run = yaml.safe_load((place / "runs/fading/config.yaml").read_text(encoding="utf-8"))
     assert (run["model"]["attention"], run["model"]["options"]) == ("fading", {"fading": {"half_life": 8.0}})
     assert (place / "runs/fading/model.safetensors").is_file()
-    others = [line for line in outputs["list --markdown"].splitlines() if not line.startswith("| `fading`")]
+    others = [
+        line for line in outputs["list --markdown"].splitlines() if not line.startswith(("| `fading`", "| `echo`"))
+    ]
     assert others == (place / "others.md").read_text(encoding="utf-8").splitlines(), (
         "the other mechanisms are what they were"
     )
@@ -115,12 +122,14 @@ def test_every_command_knows_it(place, capsys, monkeypatch):
 
 
 def test_it_has_the_habits_of_the_folder():
-    """`test_base` tests more of them where the file is in the repository."""
-    habits.test_every_mechanism_says_what_it_is_and_where_it_is_from("fading")
-    habits.test_every_option_has_a_docstring(attention.mechanism("fading").Config)
-    habits.test_copies_and_pickles_compute_the_same("fading")
-    habits.test_dropout_acts_in_training_only("fading")
-    imports = {n.module for n in ast.walk(ast.parse(FILES["my_attention/fading.py"])) if isinstance(n, ast.ImportFrom)}
+    """`test_base` tests more of them where the files are in the repository."""
+    for name in ("fading", "echo"):
+        habits.test_every_mechanism_says_what_it_is_and_where_it_is_from(name)
+        habits.test_every_option_has_a_docstring(attention.mechanism(name).Config)
+        habits.test_copies_and_pickles_compute_the_same(name)
+        habits.test_dropout_acts_in_training_only(name)
+    code = [ast.parse(FILES[f"my_attention/{name}.py"]) for name in ("fading", "echo")]
+    imports = {n.module for file in code for n in ast.walk(file) if isinstance(n, ast.ImportFrom)}
     allowed = {f"subquad.attention.{name}" for name in habits.SHARED}
     used = {name for name in imports if name.startswith("subquad.attention")}
     assert {re.sub(r"memories\..*", "memories", name) for name in used} <= allowed

@@ -7,6 +7,8 @@ ring.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import Any, ClassVar
 
 import torch
@@ -97,11 +99,12 @@ class KeyValues:
             # `far` allows keys before the query alone, so that empty slots are not seen.
             far = attend(sight.far, q_BHTK, first[0], first[1], self.dropout_p, q_start=at.start)
             found, after = merge_attention(*zip(found, far, strict=True)), (*after, *first)
-        return self._beside_sink(*found), after
+        return found[0] if self.sink_H is None else self._beside_sink(*found), after
 
     def read_all(self, q_BHTK: Tensor, at: Any) -> Tensor:
         """Return the bidirectional form: a pattern that looks ahead needs no state."""
-        return self._beside_sink(*self._attend(q_BHTK, self.k, self.v, lengths=at.lengths))
+        found = self._attend(q_BHTK, self.k, self.v, lengths=at.lengths)
+        return found[0] if self.sink_H is None else self._beside_sink(*found)
 
     def literal(self, q_BHTK: Tensor, causal: bool) -> Tensor:
         """Return the product of the weights and the values."""
@@ -127,8 +130,7 @@ class KeyValues:
         return self._attend(q, k, v, q_start=q_start, k_start=k_start)
 
     def _beside_sink(self, y_BHTV: Tensor, lse_BHT: Tensor) -> Tensor:
-        if self.sink_H is None:
-            return y_BHTV
+        assert self.sink_H is not None
         # In float64: the logit's gradient sums over all tokens, where much cancels; the shares are few numbers.
         share_BHT = torch.sigmoid(lse_BHT.double() - self.sink_H.double()[:, None]).to(lse_BHT.dtype)
         return (y_BHTV * share_BHT[..., None]).to(y_BHTV.dtype)
@@ -201,10 +203,10 @@ class KeyValues:
         sight = self.sight
         # Slot n holds the last position that is n modulo the slots; before the first round there is none.
         p_BN = seen_B[:, None] - (seen_B[:, None] - torch.arange(N, device=seen_B.device)) % N
-        bias_BHN = bias_of([union[0] for union in sight.near], seen_B, p_BN, q_BH1K)
+        bias_BHN = bias_of(sight.near, seen_B, p_BN, q_BH1K)
         if sight.first:
             p_BN = torch.arange(sight.first, device=seen_B.device).expand(len(seen_B), -1)
-            bias_BHN = torch.cat([bias_BHN, bias_of(sight.far, seen_B, p_BN, q_BH1K)], 2)
+            bias_BHN = torch.cat([bias_BHN, bias_of([(far,) for far in sight.far], seen_B, p_BN, q_BH1K)], 2)
         if self.sink_H is not None:
             sink_BH1 = self.sink_H.to(q_BH1K.dtype)[:, None].expand(len(seen_B), -1, -1)
             bias_BHN = torch.cat([bias_BHN, sink_BH1], 2)
@@ -225,15 +227,15 @@ def attend(patterns: Any, q_BHTK: Tensor, k: Tensor, v: Tensor, dropout_p: float
     return torch.cat(outs, 1), torch.cat(lses, 1)
 
 
-def bias_of(patterns: Any, seen_B: Tensor, p_BN: Tensor, q_BH1K: Tensor) -> Tensor:
+def bias_of(unions: Any, seen_B: Tensor, p_BN: Tensor, q_BH1K: Tensor) -> Tensor:
     """Return `[B, H, N]`: 0 where the query at position `seen` sees the key at `p`, else -inf."""
     zero_B1N = torch.zeros_like(p_BN, dtype=q_BH1K.dtype)[:, None]
-    biases = [
-        zero_B1N.masked_fill(~(pattern.allowed(seen_B[:, None], p_BN) & (p_BN >= 0))[:, None], -torch.inf)
-        for pattern in patterns
-    ]
+    biases = []
+    for union in unions:
+        seen_BN = (p_BN >= 0) & reduce(or_, [pattern.allowed(seen_B[:, None], p_BN) for pattern in union])
+        biases.append(zero_B1N.masked_fill(~seen_BN[:, None], -torch.inf))
     # Not of the configuration: tensor parallelism divides the heads.
-    heads = heads_of(patterns, q_BH1K.shape[1])
+    heads = heads_of(unions, q_BH1K.shape[1])
     return torch.cat([x.expand(-1, n, -1) for x, n in zip(biases, heads, strict=True)], 1)
 
 
