@@ -20,7 +20,7 @@ TESTS := $(VENV)/.tests
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-long smoke bench gpu peers lowest lint check wheel-check clean
+.PHONY: help install run test test-long smoke bench lists gpu peers lowest lint check wheel-check clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -41,6 +41,9 @@ smoke: $(TESTS) ## every experiment of the papers at its smallest, in under thre
 
 bench: $(RUNS) ## time operators, layers, models and decoding on this machine, with pictures and tables in runs/benchmarks
 	@for what in ops layers model decode; do $(BIN)/python -m benchmarks $$what --out runs/benchmarks || exit 1; done
+
+lists: $(TESTS) ## write again the tables, pictures and signatures of all mechanisms, after one was added
+	@$(BIN)/python docs/make_lists.py
 
 gpu: ## the kernels' checks, times and tests on a GPU, with .venv or else $(PYTHON) as it is; DEVICE=cpu tries it in tiny sizes
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,"$(PYTHON)") benchmarks/gpu.py --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--dry-run)
