@@ -20,6 +20,7 @@ ENGINES = {
     "delta_scan": lambda v, **options: delta_scan(K, K, v, ONE, None, **options).out,
     "gated_mean": lambda v, **options: gated_mean(ONE, ONE, v, **options).out,
     "gated_scan": lambda v, **options: gated_scan(K, K, v, None, **options).out,
+    "gated_scan of values": lambda v, **options: gated_scan(K, K, v, None, log_g=-K, **options).out,
     "running_softmax": lambda v, **options: running_softmax(K.softmax(-1), K, v, **options).out,
 }
 """The engines as functions of the values, in which they are linear."""
@@ -55,7 +56,7 @@ def test_a_tangent_of_the_state_counts(engine):
 @pytest.mark.parametrize("backend", ["torch", "sequential"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_backend_that_is_asked_for_is_refused(engine, backend):
-    match = f"backend '{backend}' of {engine} has no forward-mode derivative"
+    match = f"backend '{backend}' of {engine.split()[0]} has no forward-mode derivative"
     with pytest.raises(NotImplementedError, match=match):
         torch.func.jvp(lambda v: ENGINES[engine](v, backend=backend), (V,), (T,))
     with use_backend(backend), pytest.raises(NotImplementedError, match=match):
@@ -73,7 +74,7 @@ def test_a_tangent_of_the_incoming_gradient_is_refused(engine):
         torch.autograd.grad(y, v, forward_ad.make_dual(V, T))
 
 
-@pytest.mark.parametrize("engine", ["gated_scan", "running_softmax"])
+@pytest.mark.parametrize("engine", ["gated_scan", "gated_scan of values", "running_softmax"])
 def test_a_compiled_map_has_a_backward_pass(engine):
     v = torch.stack([V, T]).requires_grad_()
     mapped = torch.compile(torch.func.vmap(ENGINES[engine]), backend="aot_eager")

@@ -38,18 +38,21 @@ def gated_scan(
     q_NTK: Tensor,
     i_NTK: Tensor,
     v_NTV: Tensor,
-    log_f_NTF: Tensor | None,
+    log_f_NTKV: Tensor | None,
     state_NKV: Tensor,
     normalise: bool,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """`S_t = f_t * S_{t-1} + i_t (x) v_t`, `o_t = q_t S_t`; with `normalise` the last state column sums the weights."""
+    """`S_t = f_t * S_{t-1} + i_t (x) v_t`, `o_t = q_t S_t`; with `normalise` the last state column sums the weights.
+
+    The decays have size 1 along the channels that share them.
+    """
     out = []
     if normalise:
         v_NTV = F.pad(v_NTV, (0, 1), value=1.0)
     for t in range(v_NTV.shape[1]):
-        if log_f_NTF is not None:
-            state_NKV = log_f_NTF[:, t, :, None].exp() * state_NKV
+        if log_f_NTKV is not None:
+            state_NKV = log_f_NTKV[:, t].exp() * state_NKV
         state_NKV = state_NKV + i_NTK[:, t, :, None] * v_NTV[:, t, None]
         out.append((q_NTK[:, t, None] @ state_NKV).squeeze(1))
     out_NTV = torch.stack(out, 1) if out else v_NTV

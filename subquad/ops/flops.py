@@ -137,6 +137,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     ),
     "gated_scan": lambda q, i, v, log_f, state, normalise, eps, chunk, *_, **__: _gated(q, v, chunk, normalise),
     "gated_scan_backward": lambda grad, grad_state, q, i, v, *rest, **_: 5 * _gated(q, v, rest[-1]) // 2,
+    "gated_scan_by_value": lambda q, i, v, log_g, state, chunk, *_, **__: _gated(q, v, chunk),
+    "gated_scan_by_value_backward": lambda grad, grad_state, q, i, v, *rest, **_: 5 * _gated(q, v, rest[-1]) // 2,
     "delta_scan": lambda q, k, v, beta, log_f, state, chunk, *_, **__: _delta(q, v, chunk),
     "delta_scan_backward": lambda grad, grad_state, q, k, v, *rest, **_: _delta(q, v, rest[-1], BACKWARD),
     "running_softmax": lambda p, k, v, own, a, s, chunk, save, **_: _softmax(p, v, chunk),

@@ -15,12 +15,15 @@ from subquad.ops import _reference as reference
 from subquad.ops._sequential import scan as sequential
 from subquad.ops._torch import scan as chunked
 from subquad.ops._torch import single
+from subquad.ops._torch.scan_by_value import gated_scan_by_value_op
 from subquad.ops.backends import choose, without_autocast
 from subquad.ops.groups import by_heads, share_of
 from subquad.ops.padding import check_heads, check_mask
 from subquad.tracing import saves
 
 BACKENDS = ("reference", "torch", "sequential", "triton")
+BACKENDS_ON_VALUES = BACKENDS[:-1]
+"""Those of decays of the value channels."""
 MOST_CHANNELS = 512
 """Most channels or latents per head in the kernels of `triton`."""
 FORGET_ALL = -1e4
@@ -42,6 +45,7 @@ def gated_scan(
     log_f_BHTF: Tensor | None,
     /,
     *,
+    log_g: Tensor | None = None,
     state: Tensor | None = None,
     normalise: bool = False,
     eps: float = 0.0,
@@ -57,6 +61,8 @@ def gated_scan(
         v_BHTV: values.
         log_f_BHTF: natural log of the decays, one per channel (F = K) or per head (F = 1), or None for f = 1. Must be
             at most 0, which is not checked; -inf forgets everything.
+        log_g: in place of log_f, natural log of decays of the value channels, `[B, H, T, V]`: `S_t = S_{t-1} g_t +
+            i_t (x) v_t` with g_t along the last axis. What holds for log_f holds for it.
         state: the state that this function returned for the earlier tokens.
         normalise: divide by the sum of the weights, `q_t . z_t + eps` with `z_t = f_t * z_{t-1} + i_t`; the state then
             holds z as a last value channel. If the divisor is zero the output is zero.
@@ -66,7 +72,7 @@ def gated_scan(
             `sequential` keeps for its backward pass (None: about sqrt(T)); changes only the order of summation.
         backend: `reference` (token by token, the definition), `torch` (chunks; the default on a CPU), `sequential`
             (token by token in the memory of one state, or of 2 sqrt(T) states in training), `triton` (kernels; the
-            default on a GPU for what they support: no float64, at most 512 channels per head).
+            default on a GPU for what they support: no float64, no log_g, at most 512 channels per head).
 
     Raises `ValueError` and `TypeError` for invalid shapes and options.
     """
@@ -74,11 +80,14 @@ def gated_scan(
         raise ValueError(f"eps must be at least 0, got {eps}")
     more = int(normalise)
     check_scan(q_BGTK, ("i", i_BGTK), v_BHTV, log_f_BHTF, state, more, mask, chunk_size)
+    if log_g is not None:
+        _check_value_decays(log_g, v_BHTV, log_f_BHTF, normalise)
     (B, G, T, K), (_, H, _, V) = q_BGTK.shape, v_BHTV.shape
-    tensors = [q_BGTK, i_BGTK, v_BHTV] + ([] if log_f_BHTF is None else [log_f_BHTF])
+    tensors = [q_BGTK, i_BGTK, v_BHTV, *(x for x in (log_f_BHTF, log_g) if x is not None)]
     wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
     sizes = {"key channels": (K, MOST_CHANNELS), "value channels": (V, MOST_CHANNELS)}
-    name = choose("gated_scan", backend, BACKENDS, None, tensors, (state,), sizes)
+    available, default = (BACKENDS, None) if log_g is None else (BACKENDS_ON_VALUES, "torch")
+    name = choose("gated_scan", backend, available, default, tensors, (state,), sizes)
     if name == "triton":
         from subquad.ops._triton.scan import gated_scan as kernels
 
@@ -87,21 +96,39 @@ def gated_scan(
     if mask is not None:
         tensors = masked(tensors, mask, (0.0, 0.0, 0.0, 0.0))
     q, i, v, *rest = (x.flatten(0, 1) for x in tensors)
-    log_f = rest[0].clamp(min=FORGET_ALL) if rest else None
+    decays = rest[0].clamp(min=FORGET_ALL) if rest else None
+    # As they multiply a state: along its key channels, or along its value channels.
+    decays_NTKV = None if decays is None else decays.unsqueeze(-1 if log_g is None else -2)
     s = q.new_zeros(B * H, K, V + more) if state is None else state.flatten(0, 1).to(wide)
     if name == "reference" or (name == "torch" and T == 1):
         if G != H:
             q, i = by_heads(q, H // G), by_heads(i, H // G)
-        out, s = (reference if name == "reference" else single).gated_scan(q, i, v, log_f, s, normalise, eps)
+        out, s = (reference if name == "reference" else single).gated_scan(q, i, v, decays_NTKV, s, normalise, eps)
     elif name == "sequential":
-        out, s = sequential.scan(q, i, F.pad(v, (0, 1), value=1.0) if normalise else v, None, log_f, s, chunk_size)
+        v = F.pad(v, (0, 1), value=1.0) if normalise else v
+        out, s = sequential.scan(q, i, v, None, decays_NTKV, s, chunk_size)
         out = reference.divide(out[..., :V], out[..., V], eps) if normalise else out
     else:
         chunk = chunked.CHUNK if chunk_size is None else chunk_size
-        out, s, *_ = chunked.gated_scan_op(q, i, v, log_f, s, normalise, eps, chunk, saves(q, i, v, s, *rest))
+        save = saves(q, i, v, s, *rest)
+        if log_g is None:
+            out, s, *_ = chunked.gated_scan_op(q, i, v, decays, s, normalise, eps, chunk, save)
+        else:
+            assert decays is not None
+            out, s, _ = gated_scan_by_value_op(q, i, v, decays, s, chunk, save)
     out = out.unflatten(0, (B, H)).to(v_BHTV.dtype)
     out = out if mask is None else out.masked_fill(~mask[:, None, :, None], 0.0)
     return ScanOutput(out, s.unflatten(0, (B, H)))
+
+
+def _check_value_decays(log_g: Tensor, v_BHTV: Tensor, log_f_BHTF: Tensor | None, normalise: bool) -> None:
+    """Raise unless decays of the value channels are the only ones, and fit."""
+    if log_f_BHTF is not None:
+        raise ValueError("keys and values can't both decay: give log_f or log_g, and None for the other")
+    if normalise:
+        raise ValueError("log_g needs normalise=False: each value channel would have a sum of weights of its own")
+    if log_g.shape != v_BHTV.shape:
+        raise ValueError(f"log_g must have the shape of v, {tuple(v_BHTV.shape)}, got {tuple(log_g.shape)}")
 
 
 def check_scan(

@@ -89,10 +89,21 @@ def memories(part):
     unit = k / k.norm(dim=-1, keepdim=True)
     return [
         RunningSoftmax(logits, v), Recurrence(k, v), Recurrence(k, v, log_f), Recurrence(unit, v, log_f, beta),
+        Recurrence(k, v, log_g=-draw(1, 2, 12, 4, seed=4)[:, :, part].abs()),
     ]  # fmt: skip
 
 
-QUERIES = (5, 3, 3, 3)
+QUERIES = (5, 3, 3, 3, 3)
+
+
+def test_decays_of_the_values_are_read_as_they_are_defined():
+    q, k, v = draw(2, 2, 12, 3), draw(2, 2, 12, 3, seed=1), draw(2, 4, 12, 5, seed=2)
+    memory = Recurrence(k, v, log_g=-3 * draw(2, 4, 12, 5, seed=3).abs())
+    out, _ = memory.read(q, None, Past(draw(2, 12, 16), None, None))
+    assert_same_maths(out, memory.literal(q, causal=True))
+    for other in ({"log_f": v}, {"beta": v[..., :1]}, {"normalise": True}):
+        with pytest.raises(ValueError, match="log_g, decays of the values, goes without log_f, beta and normalise"):
+            Recurrence(k, v, log_g=-v.abs(), **other)
 
 
 def after(tokens):
@@ -118,7 +129,7 @@ def test_memories_of_earlier_ranks_come_merged_in_one_exchange(ranks):
         return found, of_all, len(exchanges) - of_all
 
     for rank, (found, of_all, of_one) in enumerate(on_ranks(ranks, work)):
-        assert of_all == of_one, "four memories take as many exchanges as one"
+        assert of_all == of_one, "five memories take as many exchanges as one"
         assert of_all or ranks == 1
         if rank == 0:
             continue  # there is nothing before it

@@ -129,6 +129,14 @@ def plain_scan(q, i, v, log_f=None, state=None, *, normalise=False, eps=0.0):
     return (out[..., :-1] / (out[..., -1:] + eps) if normalise else out), after
 
 
+def plain_value_scan(q, i, v, log_g):
+    """Return the outputs of the gated scan with decays of the value channels from every weight of each."""
+    q, i = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, i))
+    G_BHTV = log_g.cumsum(2)
+    decay_BHTSV = (G_BHTV[:, :, :, None] - G_BHTV[:, :, None]).clamp(max=0).exp()
+    return (torch.einsum("bhts,bhtsv,bhsv->bhtv", (q @ i.mT).tril(), decay_BHTSV, v),)
+
+
 def plain_softmax(p, logits, v, a=None, s=None, *, mask=None):
     """Return results of the running softmax from every weight, in the dtype of the inputs.
 

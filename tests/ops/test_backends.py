@@ -42,6 +42,16 @@ def test_a_backend_that_an_engine_lacks_is_never_replaced_by_another(engine):
         ENGINES[engine]()
 
 
+def test_decays_of_the_values_have_no_kernels(caplog):
+    match = "gated_scan has no backend 'triton' here; it has reference, torch, sequential"
+    with pytest.raises(ValueError, match=match):
+        gated_scan(X, X, X, None, log_g=-X, backend="triton")
+    with caplog.at_level(logging.INFO, logger="subquad"), FakeTensorMode():
+        x = torch.empty(1, 1, 3, 2, device="cuda")
+        assert gated_scan(x, x, x, None, log_g=-x).out.shape == x.shape
+    assert [record.message for record in caplog.records] == ["gated_scan runs on the torch backend"]
+
+
 @engines
 def test_kernels_are_refused_without_triton(engine, monkeypatch):
     monkeypatch.setattr(backends, "HAS_TRITON", False)

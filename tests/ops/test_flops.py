@@ -100,6 +100,15 @@ def test_torch_counts_the_scans_with_their_formulas():
     assert count(lambda: running_softmax(q.softmax(-1), i, v)) == 6 * flops.running_softmax_flops(70, 4, 5)
 
 
+def test_decays_of_the_values_count_by_hand():
+    # Five tokens in chunks of 4 and 1, K = 3, V = 2, six heads in two groups. Forward: products of queries and inputs
+    # of a group; of a head their sum over values, and the state read and written.
+    q, i, v, g = inputs((2, 1, 5, 3), (2, 1, 5, 3), (2, 3, 5, 2), (2, 3, 5, 2), grad=True)
+    expected = 2 * 2 * (16 + 1) * 3 + 6 * (2 * (16 + 1) * 2 + 2 * 2 * 5 * 3 * 2)
+    found = forward_and_backward(lambda: gated_scan(q, i, v, None, log_g=-g.abs(), chunk_size=4).out)
+    assert found == (expected, expected * 5 // 2)
+
+
 def test_kernels_count_as_torch_does():
     q, p, v = (2, 1, 70, 4), (2, 3, 70, 4), (2, 3, 70, 5)
     xq, xp, xv = inputs(q, p, v)
@@ -151,14 +160,15 @@ def test_attention_in_sequence_computes_only_the_chunks_within_reach(pattern, en
     assert backward == 2 * 3 * entries * 2 * (3 * 4 + 2 * 4)
 
 
-@pytest.mark.parametrize(("form", "products"), [("scan", 5), ("mean", 6), ("softmax", 5)])
+@pytest.mark.parametrize(("form", "products"), [("scan", 5), ("values", 5), ("mean", 6), ("softmax", 5)])
 def test_scans_in_sequence_count_their_products(form, products):
     q, i, v = inputs((2, 3, 20, 4), (2, 3, 20, 4), (2, 3, 20, 5), grad=True)
 
     def run():
         if form == "softmax":
             return running_softmax(q.softmax(-1), i, v, backend="sequential").out
-        return gated_scan(q.exp(), i.exp(), v, None, normalise=form == "mean", backend="sequential").out
+        options = {"values": {"log_g": -v.abs()}, "mean": {"normalise": True}}.get(form, {})
+        return gated_scan(q.exp(), i.exp(), v, None, **options, backend="sequential").out
 
     forward, backward = forward_and_backward(run)
     assert forward == 2 * 3 * 20 * 4 * 4 * products

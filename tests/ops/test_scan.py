@@ -1,7 +1,7 @@
 """The gated scan, the delta scan and the running softmax against their definition, the recurrence token by token.
 
 A scan is named by its decays, with `mean` if normalised, `delta`, and `shared` if its heads share queries and keys;
-`softmax` is the running softmax (more: test_softmax.py, test_delta.py).
+`value` has decays of the value channels, `softmax` is the running softmax (more: test_softmax.py, test_delta.py).
 """
 
 import math
@@ -16,6 +16,7 @@ from subquad.ops import delta_scan, gated_scan, running_softmax
 from subquad.ops._sequential import scan as sequential
 from subquad.ops._torch.delta import delta_scan_backward_op, delta_scan_op
 from subquad.ops._torch.scan import gated_scan_backward_op, gated_scan_op
+from subquad.ops._torch.scan_by_value import gated_scan_by_value_backward_op, gated_scan_by_value_op
 from subquad.testing import LOW_PRECISION, assert_exact, assert_same_maths, largest_allocation, mask_with
 from tests.ops.cases import (
     ALONE,
@@ -28,12 +29,13 @@ from tests.ops.cases import (
     plain_delta,
     plain_scan,
     plain_softmax,
+    plain_value_scan,
     thinned,
 )
 
 B, H, K, V = 2, 2, 6, 5
 DELTAS = ("none delta", "head delta", "channel delta", "none delta shared", "head delta shared", "channel delta shared")
-SHARED = ("none shared", "head mean shared", "channel shared")
+SHARED = ("none shared", "head mean shared", "channel shared", "value shared")
 SCANS = ("none", "none mean", "head", "head mean", "channel", "channel mean", *DELTAS, *SHARED, "softmax")
 MEANS = ("none mean", "head mean", "channel mean", "softmax")
 BACKENDS = ("torch", "reference", "sequential")
@@ -50,7 +52,7 @@ def inputs_of(kind, tokens, dtype=torch.float64, batch=B, strength=3.0):
     if kind == "softmax":
         logits = (normal(*shape, K, seed=2).clamp(-1, 1) * strength).to(dtype)
         return [normal(*shape, K, seed=1).softmax(-1).to(dtype), logits, v]
-    channels = {"none": 0, "head": 1, "channel": K}[kind.split()[0]]
+    channels = {"none": 0, "head": 1, "channel": K, "value": V}[kind.split()[0]]
     groups = 1 if "shared" in kind else H
     q, i = (normal(batch, groups, tokens, K, seed=n).abs() for n in (1, 2))
     # The delta scan is bounded for keys of length 1 and beta up to 2.
@@ -74,8 +76,9 @@ def scan(kind, *inputs, state=(), backend="torch", **options):
     state, decays = state[0] if state else None, None if kind.startswith("none") else inputs[-1]
     if "delta" in kind:
         return tuple(delta_scan(*inputs[:4], decays, state=state, backend=backend, **options))
-    q, i, v, log_f = *inputs[:3], decays
-    return tuple(gated_scan(q, i, v, log_f, state=state, normalise="mean" in kind, backend=backend, **options))
+    log_f, log_g = (None, decays) if kind.startswith("value") else (decays, None)
+    options |= {"log_g": log_g, "normalise": "mean" in kind}
+    return tuple(gated_scan(*inputs[:3], log_f, state=state, backend=backend, **options))
 
 
 def assert_is_the_definition(kind, backend, inputs, state=(), **options):
@@ -100,6 +103,17 @@ def test_the_gated_scan_by_hand():
     weight = 0.5 * 5 + 7
     assert_same_maths(out.flatten(), torch.tensor([110 / 10.5, 3 * last / (3 * weight + 0.5)], dtype=torch.float64))
     assert_same_maths(state.flatten(), torch.tensor([last, weight], dtype=torch.float64))
+
+
+def test_decays_of_the_values_by_hand():
+    q, i, v, g = (
+        torch.tensor(x, dtype=torch.float64).view(1, 1, 2, -1)
+        for x in ([2, 3], [5, 7], [[11, 17], [13, 19]], [[1, 1], [0.5, 0.25]])
+    )
+    out, state = gated_scan(q, i, v, None, log_g=g.log(), backend="reference")
+    last = torch.tensor([0.5 * 55 + 91, 0.25 * 85 + 133], dtype=torch.float64)
+    assert_same_maths(out[0, 0], torch.stack([torch.tensor([110.0, 170.0]).double(), 3 * last]))
+    assert_same_maths(state[0, 0, 0], last)
 
 
 @scans
@@ -181,7 +195,7 @@ def test_low_precision_stays_in_budget(case, form, dtype):
     kind, strength = case
     inputs, options = inputs_of(kind, 130, dtype, strength=strength), {"eps": 0.1} if "mean" in kind else {}
     dense = plain_softmax if kind == "softmax" else partial(plain_scan, normalise="mean" in kind, **options)
-    dense = plain_delta if "delta" in kind else dense
+    dense = plain_delta if "delta" in kind else plain_value_scan if kind.startswith("value") else dense
     exact, plain = (differentiated(lambda *x: dense(*x)[:1], y) for y in ([x.double() for x in inputs], inputs))
     actual = differentiated(lambda *x: scan(kind, *x, backend=form, **options)[:1], inputs)
     assert actual[0].dtype == dtype
@@ -191,7 +205,7 @@ def test_low_precision_stays_in_budget(case, form, dtype):
     assert_all_in_budget(actual, plain, exact, dtype, kind)
 
 
-@thinned(3, kind=("head", "channel"), form=BACKENDS, dtype=(*LOW_PRECISION, torch.float64))
+@thinned(3, kind=("head", "channel", "value"), form=BACKENDS, dtype=(*LOW_PRECISION, torch.float64))
 def test_strong_decays_are_finite_and_the_definition(kind, form, dtype):
     inputs = inputs_of(kind, 130, dtype)
     inputs[3][:, :, ::3] = -50
@@ -201,7 +215,7 @@ def test_strong_decays_are_finite_and_the_definition(kind, form, dtype):
         assert_is_the_definition(kind, form, inputs)
 
 
-@pytest.mark.parametrize("kind", ["channel", "channel mean", "channel delta"])
+@pytest.mark.parametrize("kind", ["channel", "channel mean", "channel delta", "value"])
 def test_a_strong_decay_changes_the_bits_of_no_earlier_row_and_no_other_head(kind):
     weak = inputs_of(kind, 50, torch.float32, strength=0.1)
     strong = [*weak[:-1], weak[-1].clone()]
@@ -212,7 +226,7 @@ def test_a_strong_decay_changes_the_bits_of_no_earlier_row_and_no_other_head(kin
     assert_is_the_definition(kind, "torch", [x.double() for x in strong])
 
 
-@pytest.mark.parametrize("kind", ["head", "channel"])
+@pytest.mark.parametrize("kind", ["head", "channel", "value"])
 def test_a_decay_of_minus_infinity_forgets_all(kind):
     inputs = inputs_of(kind, 20)
     inputs[3][:, :, 11] = -torch.inf
@@ -249,7 +263,7 @@ def test_the_state_is_float32_or_wider(form, dtype):
 
 # The backend `torch`: gradients, strides and memory.
 
-engines = pytest.mark.parametrize("kind", ["none mean", "channel", "head delta shared", "softmax"])
+engines = pytest.mark.parametrize("kind", ["none mean", "channel", "value", "head delta shared", "softmax"])
 
 
 @engines
@@ -353,6 +367,16 @@ def test_the_chunked_operators_keep_torchs_rules(kind):
     torch.library.opcheck(gated_scan_backward_op, arguments, test_utils=ALONE)
 
 
+@pytest.mark.parametrize("kind", ["value", "value shared"])
+def test_the_operators_of_value_decays_keep_torchs_rules(kind):
+    tensors = [x.flatten(0, 1) for x in (*inputs_of(kind, 12), *state_of(kind))]
+    torch.library.opcheck(gated_scan_by_value_op, (*(x.clone().requires_grad_() for x in tensors), 8, True))
+    torch.library.opcheck(gated_scan_by_value_op, (*tensors, 8, False), test_utils=ALONE)
+    out, _, states = gated_scan_by_value_op(*tensors, 8, True)
+    arguments = (torch.ones_like(out), None, *tensors[:4], out, states, 8)
+    torch.library.opcheck(gated_scan_by_value_backward_op, arguments, test_utils=ALONE)
+
+
 @pytest.mark.parametrize("kind", ["gated_scan", "delta_scan", "running_softmax"])
 def test_the_sequential_operators_keep_torchs_rules(kind):
     q, i, log_f = (normal(2, 9, 4, seed=n).abs().float() for n in range(3))  # the state is float64 all the same
@@ -361,7 +385,7 @@ def test_the_sequential_operators_keep_torchs_rules(kind):
     if kind == "running_softmax":
         operator, backward, inputs = sequential.running_softmax_op, sequential.running_softmax_backward_op, (lse, state)
     else:
-        inputs = (v[..., :1].sigmoid() if kind == "delta_scan" else None, -log_f, state)
+        inputs = (v[..., :1].sigmoid() if kind == "delta_scan" else None, -log_f[..., None], state)
     torch.library.opcheck(operator, (q, i, v, *inputs, 4, False), test_utils=ALONE)
     leaves = (x if x is None else x.clone().requires_grad_() for x in (q, i, v, *inputs))
     torch.library.opcheck(operator, (*leaves, 4, True))
@@ -381,6 +405,9 @@ ERRORS = {
                "the heads of v must be a multiple of the groups of q, got 3 heads and 2 groups"),
     "channels": ({"i": X[..., :3]}, "q and i must have the same channels, got 6 and 3"),
     "decays": ({"log_f": X[..., :2]}, r"log_f must have shape \(2, 2, 5, 6\) or \(2, 2, 5, 1\), got \(2, 2, 5, 2\)"),
+    "decays of values": ({"log_g": X[..., :1]}, r"log_g must have the shape of v, \(2, 2, 5, 6\), got \(2, 2, 5, 1\)"),
+    "decays of both": ({"log_f": X, "log_g": X}, "keys and values can't both decay: give log_f or log_g"),
+    "means": ({"log_g": X, "normalise": True}, "log_g needs normalise=False"),
     "eps": ({"eps": -0.1}, r"eps must be at least 0, got -0\.1"),
     "chunk": ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
     "state": ({"state": X[:, :, :1].mT, "normalise": True},

@@ -24,7 +24,8 @@ Tensors = tuple[Tensor, ...]
 class Recurrence:
     """What tokens write: keys `[B, G, T, K]` and values `[B, H, T, V]`; `read(q)` gives `q_t S_t`.
 
-    Without `beta` A_t is the decay f_t and b_t is 1; with it `A_t = (I - b_t k_t k_t^T) f_t`, the delta rule.
+    Without `beta` A_t is the decay f_t and b_t is 1; with it `A_t = (I - b_t k_t k_t^T) f_t`, the delta rule. With
+    `log_g` in place of both the value channels decay, `S_t = S_{t-1} g_t + k_t (x) v_t`.
     `normalise` divides the outputs by the sum of the weights plus `eps`, for keys and queries of no negative channel.
     The state is S, `[B, H, K, V]`; normalised, its last value channel sums the keys.
     """
@@ -35,10 +36,16 @@ class Recurrence:
     """Logarithms of the decays, `[B, H, T, F]` (None: nothing fades)."""
     beta: Tensor | None = None
     """Strengths of the delta rule, `[B, H, T, 1]` (None: the gated scan)."""
+    log_g: Tensor | None = None
+    """Logarithms of decays of the value channels, `[B, H, T, V]`, without log_f, beta and normalise."""
     normalise: bool = False
     eps: float = 0.0
 
     slots: ClassVar[tuple[str, ...]] = ("",)
+
+    def __post_init__(self) -> None:
+        if self.log_g is not None and (self.log_f is not None or self.beta is not None or self.normalise):
+            raise ValueError("log_g, decays of the values, goes without log_f, beta and normalise")
 
     def read(self, q_BGTK: Tensor, before: Tensors | None, at: Any) -> tuple[Tensor, Tensors]:
         """Return the outputs `[B, H, T, V]`, in float32 or wider unless they are means, and the state."""
@@ -49,7 +56,7 @@ class Recurrence:
         elif self.normalise:
             out, after = gated_scan(q_BGTK, k, v, log_f, state=state, mask=mask, normalise=True, eps=self.eps)
         else:
-            out, after = gated_scan(q_BGTK, k, at_least_float32(v), log_f, state=state, mask=mask)
+            out, after = gated_scan(q_BGTK, k, at_least_float32(v), log_f, log_g=self.log_g, state=state, mask=mask)
         return out, (after,)
 
     def read_all(self, q_BHTK: Tensor, at: Any) -> Tensor:
@@ -57,9 +64,15 @@ class Recurrence:
         return sums_of_all(q_BHTK, self.k, self.v, at.mask, self.eps)
 
     def literal(self, q_BGTK: Tensor, causal: bool) -> Tensor:
-        """Return the product of the weights and the values, in the dtype of `read`'s outputs."""
+        """Return the product of the weights and the values, in the dtype of `read`'s outputs.
+
+        If value channels decay, each has weights of its own.
+        """
         share = self.v.shape[1] // q_BGTK.shape[1]
         q, k = (x.repeat_interleave(share, 1) for x in (q_BGTK, self.k))
+        if self.log_g is not None:
+            w_BHTSV = scan_weights(q, k, None, None)[..., None] * decays_between(self.log_g)
+            return (w_BHTSV * at_least_float32(self.v)[:, :, None]).sum(3)
         if not self.normalise:
             return scan_weights(q, k, self.log_f, self.beta) @ at_least_float32(self.v)
         w_BHTS = scan_weights(q, k, self.log_f, None) if causal else at_least_float32(q) @ at_least_float32(k).mT
@@ -72,15 +85,15 @@ class Recurrence:
     @property
     def empty(self) -> tuple[float, ...]:
         """The summary of no tokens."""
-        return (0.0,) if self.log_f is None and self.beta is None else (0.0, 0.0)
+        return (0.0,) if self._log_decays is None and self.beta is None else (0.0, 0.0)
 
     def summary(self) -> Tensors:
         """Return the summary of these tokens."""
         if self.beta is not None:
             return self._transition()
-        if self.log_f is None:
+        if self._log_decays is None:
             return (outer_sums(self.k, self.v, self.normalise),)
-        return decayed_sum(self.k, self.v, self.log_f)
+        return decayed_sum(self.k, self.v, self._log_decays, of_values=self.log_g is not None)
 
     def merge(self, earlier: Tensors, later: Tensors) -> Tensors:
         """Return the summary of the tokens of both."""
@@ -94,6 +107,10 @@ class Recurrence:
     def begin(self, summary: Tensors) -> Tensors:
         """Return the state that a summary is."""
         return summary[-1:]
+
+    @property
+    def _log_decays(self) -> Tensor | None:
+        return self.log_f if self.log_g is None else self.log_g
 
     def _transition(self) -> Tensors:
         k, v = self.k, self.v
@@ -116,16 +133,19 @@ def scan_weights(q_BHTK: Tensor, k_BHSK: Tensor, log_f_BHTF: Tensor | None, beta
     and N those of keys below the diagonal, both decayed, `w = P (I + b N)^-1 b`.
     """
     q, k = at_least_float32(q_BHTK), at_least_float32(k_BHSK)
-    decay = None
-    if log_f_BHTF is not None:
-        G_BHTF = log_f_BHTF.cumsum(2)
-        decay = (G_BHTF[:, :, :, None] - G_BHTF[:, :, None]).clamp(max=0).exp()
+    decay = None if log_f_BHTF is None else decays_between(log_f_BHTF)
     scores = decayed(q, k, decay).tril()
     if beta_BHT1 is None:
         return scores
     beta = at_least_float32(beta_BHT1)
     system, ones = beta * decayed(k, k, decay), torch.diag_embed(beta[..., 0])
     return scores @ torch.linalg.solve_triangular(system, ones, upper=False, unitriangular=True)
+
+
+def decays_between(log_f_BHTF: Tensor) -> Tensor:
+    """Return the product of the decays after token s up to t, `[B, H, T, S, F]`; 1 if s is later than t."""
+    G_BHTF = log_f_BHTF.cumsum(2)
+    return (G_BHTF[:, :, :, None] - G_BHTF[:, :, None]).clamp(max=0).exp()
 
 
 def decayed(q_BHTK: Tensor, k_BHSK: Tensor, decay_BHTSF: Tensor | None) -> Tensor:
@@ -144,12 +164,19 @@ def outer_sums(k_BHTK: Tensor, v_BHTV: Tensor, with_sum: bool) -> Tensor:
 
 
 @without_autocast
-def decayed_sum(k_BGTK: Tensor, v_BHTV: Tensor, log_f_BHTF: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of the logarithms of the decays `[B, H, F, 1]`, and the state that these tokens alone make."""
+def decayed_sum(k_BGTK: Tensor, v_BHTV: Tensor, log_f_BHTF: Tensor, *, of_values: bool) -> tuple[Tensor, Tensor]:
+    """Return the sum of the log decays `[B, H, F, 1]`, and the state that these tokens alone make.
+
+    If the decays are those `of_values` the sum is `[B, H, 1, V]`.
+    """
     v = at_least_float32(v_BHTV)
     k = k_BGTK.repeat_interleave(v.shape[1] // k_BGTK.shape[1], 1).to(v.dtype)
     G_BHTF = log_f_BHTF.double().cumsum(2)
-    return G_BHTF[:, :, -1, :, None], (k * (G_BHTF[:, :, -1:] - G_BHTF).exp().to(v.dtype)).mT @ v
+    sum_BH1F = G_BHTF[:, :, -1:]
+    to_end_BHTF = (sum_BH1F - G_BHTF).exp().to(v.dtype)
+    if of_values:
+        return sum_BH1F, k.mT @ (v * to_end_BHTF)
+    return sum_BH1F.mT, (k * to_end_BHTF).mT @ v
 
 
 @without_autocast

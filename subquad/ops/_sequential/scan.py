@@ -4,7 +4,7 @@ For the backward pass the state is kept every `block` tokens, about sqrt(T) of t
 from there, so training holds 2 sqrt(T) states. They are float64: in float32, T additions would add up T roundings.
 
 Shape letters: N batch times heads (of queries and inputs: batch times groups), T tokens, K key channels, V value
-channels, L latents, F = 1 or K decays, C tokens of a block.
+channels, L latents, C tokens of a block. Log decays `[N, T, K, V]` have size 1 along the channels that share them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def scan(
     i_NTK: Tensor,
     v_NTV: Tensor,
     beta_NT1: Tensor | None,
-    log_f_NTF: Tensor | None,
+    log_f_NTKV: Tensor | None,
     state_NKV: Tensor,
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor]:
@@ -33,9 +33,9 @@ def scan(
 
     u is v in the gated scan, and `b_t (v_t - i_t (f_t * S_{t-1}))` in the delta scan.
     """
-    inputs = [x for x in (q_NTK, i_NTK, v_NTV, beta_NT1, log_f_NTF, state_NKV) if x is not None]
+    inputs = [x for x in (q_NTK, i_NTK, v_NTV, beta_NT1, log_f_NTKV, state_NKV) if x is not None]
     block, save = _blocks(v_NTV.shape[1], chunk_size, inputs)
-    out_NTV, after_NKV, _ = scan_op(q_NTK, i_NTK, v_NTV, beta_NT1, log_f_NTF, state_NKV.double(), block, save)
+    out_NTV, after_NKV, _ = scan_op(q_NTK, i_NTK, v_NTV, beta_NT1, log_f_NTKV, state_NKV.double(), block, save)
     return out_NTV, after_NKV.to(state_NKV.dtype)
 
 
@@ -59,7 +59,7 @@ def scan_op(
     i_NTK: Tensor,
     v_NTV: Tensor,
     beta_NT1: Tensor | None,
-    log_f_NTF: Tensor | None,
+    log_f_NTKV: Tensor | None,
     state_NKV: Tensor,
     block: int,
     save: bool,
@@ -68,7 +68,7 @@ def scan_op(
     T = v_NTV.shape[1]
     out_NTV, state_NKV = v_NTV.new_empty(v_NTV.shape), state_NKV.clone(memory_format=torch.contiguous_format)
     kept = state_NKV.new_empty(math.ceil(T / block) if save else 0, *state_NKV.shape)
-    tokens = _Tokens(q_NTK, i_NTK, v_NTV, beta_NT1, log_f_NTF)
+    tokens = _Tokens(q_NTK, i_NTK, v_NTV, beta_NT1, log_f_NTKV)
     for t in range(T):
         if save and t % block == 0:
             kept[t // block] = state_NKV
@@ -82,9 +82,9 @@ class _Tokens:
     """The inputs of a scan, one token at a time for all heads, in float64."""
 
     def __init__(
-        self, q_NTK: Tensor, i_NTK: Tensor, v_NTV: Tensor, beta_NT1: Tensor | None, log_f_NTF: Tensor | None
+        self, q_NTK: Tensor, i_NTK: Tensor, v_NTV: Tensor, beta_NT1: Tensor | None, log_f_NTKV: Tensor | None
     ) -> None:
-        self.tensors, self.beta, self.log_f = (q_NTK, i_NTK, v_NTV), beta_NT1, log_f_NTF
+        self.tensors, self.beta, self.log_f = (q_NTK, i_NTK, v_NTV), beta_NT1, log_f_NTKV
         self.share = len(v_NTV) // max(1, len(q_NTK)) or 1
 
     def q(self, t: int) -> Tensor:
@@ -99,7 +99,7 @@ class _Tokens:
     def decay(self, x_NKV: Tensor, t: int) -> None:
         """Multiply by the decays, in place."""
         if self.log_f is not None:
-            x_NKV.mul_(self.log_f[:, t, :, None].double().exp())
+            x_NKV.mul_(self.log_f[:, t].double().exp())
 
     def written(self, decayed_NKV: Tensor, t: int) -> Tensor:
         """Return u `[N, V]`: the values, or how far the decayed state is from them, times beta."""
@@ -128,7 +128,7 @@ def scan_backward_op(
     i_NTK: Tensor,
     v_NTV: Tensor,
     beta_NT1: Tensor | None,
-    log_f_NTF: Tensor | None,
+    log_f_NTKV: Tensor | None,
     kept: Tensor,
     block: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -137,10 +137,10 @@ def scan_backward_op(
     `r` is the gradient of the state after a token, then of the decayed state before it.
     """
     dq_NTK, di_NTK, dv_NTV = (x.new_empty(x.shape) for x in (q_NTK, i_NTK, v_NTV))
-    dbeta, dlog_f = (q_NTK.new_empty(0) if x is None else x.new_empty(x.shape) for x in (beta_NT1, log_f_NTF))
+    dbeta, dlog_f = (q_NTK.new_empty(0) if x is None else x.new_empty(x.shape) for x in (beta_NT1, log_f_NTKV))
     N, T, V = v_NTV.shape
     r_NKV = kept.new_zeros(N, q_NTK.shape[2], V) if grad_state_NKV is None else grad_state_NKV.clone()
-    tokens = _Tokens(q_NTK, i_NTK, v_NTV, beta_NT1, log_f_NTF)
+    tokens = _Tokens(q_NTK, i_NTK, v_NTV, beta_NT1, log_f_NTKV)
     for n in reversed(range(kept.shape[0])):
         start, stop = n * block, min((n + 1) * block, T)
         state_NKV, before = kept[n].clone(), []
@@ -161,11 +161,10 @@ def scan_backward_op(
                 r_NKV.addcmul_(i_NK[..., None], du_NV[:, None], value=-1)
             dv_NTV[:, t] = du_NV
             dq_NTK[:, t], di_NTK[:, t] = (by_groups(x, tokens.share) for x in (dq_NK, di_NK))
-            if log_f_NTF is None:
+            if log_f_NTKV is None:
                 continue
             # f r S, with f S at hand: no division by f, which may be zero.
-            dlog_f_NK = (r_NKV * decayed_NKV).sum(-1)
-            dlog_f[:, t] = dlog_f_NK.sum(-1, keepdim=True) if log_f_NTF.shape[-1] == 1 else dlog_f_NK
+            dlog_f[:, t] = (r_NKV * decayed_NKV).sum_to_size(N, *log_f_NTKV.shape[2:])
             tokens.decay(r_NKV, t)
     return dq_NTK, di_NTK, dv_NTV, dbeta, dlog_f, r_NKV
 

@@ -9,6 +9,9 @@ With decays by channel this is the product of `q_i exp(G_i)` and `k_j exp(-G_j)`
 below -LIMIT, and the product in factors with exponents at most 0 (`PairWeights`) in the rows of a chunk from the first
 such row on: the switch is per row and only looks back, so no row's bits depend on later tokens.
 
+The gradients of q and k are sums over columns and over rows with the same exponentials; decays of value channels need
+nothing else (`scan_by_value.py`).
+
 Queries and keys belong to groups of `share` heads, decays and values to heads. Scores are made once a group unless
 decays differ by channel.
 
@@ -133,8 +136,7 @@ class Decay:
         column_MCK = columns_MCK if columns_MCK is None or self.to_end is None else columns_MCK * self.to_end
         if self.by_channel:
             q, k = (by_heads(x, self.share) for x in (q_NCK, k_NCK))
-            dq, dk = self._backward(q, k, grad_MCC)
-            dq.add_(row_MCK)
+            dq, dk = self.over_columns(grad_MCC, k).add_(row_MCK), self.over_rows(grad_MCC, q)
             # d/dG of exp(G_i - G_j) is the score itself with sign +1 in row i and -1 in column j: no division by f,
             # which may be zero.
             rows_MCK = q * dq - k * dk
@@ -154,17 +156,22 @@ class Decay:
         rows_MC1 = rows_MC.add_(self._dot(q_NCK, row_MCK))[..., None]
         return ScoreGradients(dq, dk, rows_MC1, None if column_MCK is None else self._dot(k_NCK, column_MCK)[..., None])
 
-    def _backward(self, q_MCK: Tensor, k_MCK: Tensor, grad_MCC: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of q and k through scores by channel."""
+    def over_columns(self, x_MCC: Tensor, k_MCK: Tensor) -> Tensor:
+        """Return `sum_j x_ij k_jc exp(G_ic - G_jc)` for a lower-triangular x and decays by channel."""
         assert self.to_row is not None
-        dq = torch.bmm(grad_MCC, k_MCK * self.from_row).mul_(self.to_row)
-        dk = torch.bmm(grad_MCC.mT, q_MCK * self.to_row).mul_(self.from_row)
+        sums_MCK = torch.bmm(x_MCC, k_MCK * self.from_row).mul_(self.to_row)
         if self.late is None:
-            return dq, dk
-        # A whole chunk of a head: its late rows' gradients reach all columns, and need not be causal to the bit.
-        late_M11 = self.late[:, -1:]
-        safe_dq, safe_dk = self.pairs.backward(q_MCK, k_MCK, grad_MCC)
-        return torch.where(late_M11, safe_dq, dq), torch.where(late_M11, safe_dk, dk)
+            return sums_MCK
+        return torch.where(self.late, self.pairs.over_columns(x_MCC, k_MCK), sums_MCK)
+
+    def over_rows(self, x_MCC: Tensor, q_MCK: Tensor) -> Tensor:
+        """Return `sum_i x_ij q_ic exp(G_ic - G_jc)` for a lower-triangular x and decays by channel."""
+        assert self.to_row is not None
+        sums_MCK = torch.bmm(x_MCC.mT, q_MCK * self.to_row).mul_(self.from_row)
+        if self.late is None:
+            return sums_MCK
+        # A whole chunk of a head: its late rows reach all columns.
+        return torch.where(self.late[:, -1:], self.pairs.over_rows(x_MCC, q_MCK), sums_MCK)
 
     def _dot(self, x_NCK: Tensor, y_MCK: Tensor) -> Tensor:
         """Return the sum over channels `[M, C]` of a group's tensor times a head's."""

@@ -92,22 +92,30 @@ class PairWeights:
             _corner(scores_MCC, h).copy_(near @ source.mT)
         return scores_MCC
 
+    def over_columns(self, x_MCC: Tensor, b_MCL: Tensor | None) -> Tensor:
+        """Return `sum_j x_ij b_j w_ij` for a lower-triangular x; b = 1 if None."""
+        w = self.inside * _diagonal(x_MCC, self.sub)[..., None]
+        if b_MCL is not None:
+            w.mul_(b_MCL.unflatten(1, (-1, self.sub))[:, :, None])
+        sums_MCL = w.sum(-2).flatten(1, 2)
+        for h, near, far in self.halves:
+            _halves(sums_MCL, h)[1].add_((_corner(x_MCC, h) @ _source(far, b_MCL, h)).mul_(near))
+        return sums_MCL
+
+    def over_rows(self, x_MCC: Tensor, a_MCL: Tensor) -> Tensor:
+        """Return `sum_i x_ij a_i w_ij` for a lower-triangular x."""
+        w = self.inside * _diagonal(x_MCC, self.sub)[..., None]
+        sums_MCL = w.mul_(a_MCL.unflatten(1, (-1, self.sub))[:, :, :, None]).sum(-3).flatten(1, 2)
+        for h, near, far in self.halves:
+            _halves(sums_MCL, h)[0].add_((_corner(x_MCC, h).mT @ (near * _halves(a_MCL, h)[1])).mul_(far))
+        return sums_MCL
+
     def backward(self, a_MCL: Tensor, b_MCL: Tensor | None, grad_MCC: Tensor) -> tuple[Tensor, Tensor]:
-        """`da_i = sum_j grad_ij b_j w_ij`, `db_j = sum_i grad_ij a_i w_ij` for a lower-triangular `grad`.
+        """Return the gradients of a and b through `scores`, from a lower-triangular one.
 
         The exponents' gradients follow from these: `k` gets `b db`, `A` gets `-a da`.
         """
-        grad = _diagonal(grad_MCC, self.sub)[..., None]
-        w = self.inside * grad
-        db = (w * a_MCL.unflatten(1, (-1, self.sub))[:, :, :, None]).sum(-3).flatten(1, 2)
-        if b_MCL is not None:
-            w.mul_(b_MCL.unflatten(1, (-1, self.sub))[:, :, None])
-        da = w.sum(-2).flatten(1, 2)
-        for h, near, far in self.halves:
-            grad = _corner(grad_MCC, h)
-            _halves(da, h)[1].add_((grad @ _source(far, b_MCL, h)).mul_(near))
-            _halves(db, h)[0].add_((grad.mT @ (near * _halves(a_MCL, h)[1])).mul_(far))
-        return da, db
+        return self.over_columns(grad_MCC, b_MCL), self.over_rows(grad_MCC, a_MCL)
 
 
 def _factors(k: Tensor, A: Tensor, h: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

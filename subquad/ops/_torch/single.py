@@ -14,16 +14,19 @@ def gated_scan(
     q_N1K: Tensor,
     i_N1K: Tensor,
     v_N1V: Tensor,
-    log_f_N1F: Tensor | None,
+    log_f_N1KV: Tensor | None,
     state_NKV: Tensor,
     normalise: bool,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """`S = f * S + i (x) v`, `o = q S`; with `normalise` the last state column sums the weights."""
+    """`S = f * S + i (x) v`, `o = q S`; with `normalise` the last state column sums the weights.
+
+    The decays have size 1 along the channels that share them.
+    """
     if normalise:
         v_N1V = F.pad(v_N1V, (0, 1), value=1.0)
-    if log_f_N1F is not None:
-        state_NKV = log_f_N1F.exp().mT * state_NKV
+    if log_f_N1KV is not None:
+        state_NKV = log_f_N1KV[:, 0].exp() * state_NKV
     state_NKV = torch.baddbmm(state_NKV, i_N1K.mT, v_N1V)
     out_N1V = torch.bmm(q_N1K, state_NKV)
     if not normalise:

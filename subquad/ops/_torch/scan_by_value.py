@@ -1,0 +1,134 @@
+"""Compute the gated scan whose value channels decay, in chunks, with a hand-written backward pass.
+
+With G the sums of log g in a chunk that begins with the state S, c a value channel and P the products of queries and
+inputs, undecayed and lower-triangular,
+
+    o_ic = exp(G_ic) (q_i S)_c + sum_j P_ij v_jc exp(G_ic - G_jc),    P_ij = q_i . i_j  for j <= i
+
+This is the scan of `scan.py` with its two sides exchanged: both are derivatives of a sum in which the pair (q, i) and
+the pair (do, v), do the gradient of the outputs, stand alike. So the products by channel of `Decay` serve here too:
+what are scores there is the gradient of P here, and the outputs here are what the gradient of queries is there.
+
+Shape letters: N batch times heads (of q and i: batch times groups), T tokens, K key channels, V value channels, C rows
+of a chunk, M = P N chunks of a piece.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.memory import empty, empty_like
+from subquad.ops._torch.decays import Decay
+from subquad.ops._torch.pieces import Piece
+from subquad.ops._torch.scan import chunks_of, pieces
+from subquad.ops.backends import without_autocast
+from subquad.ops.groups import by_groups, by_heads
+from subquad.tracing import without_tangents
+
+
+class _Inputs:
+    """The queries and inputs of all heads of a piece, their products and the decays of its values."""
+
+    def __init__(self, part: Piece, q_NTK: Tensor, i_NTK: Tensor, v_NTV: Tensor, log_g_NTV: Tensor) -> None:
+        q, i, self.v = (part.take(x) for x in (q_NTK, i_NTK, v_NTV))
+        self.share = len(self.v) // max(1, len(q)) or 1
+        self.q, self.i = by_heads(q, self.share), by_heads(i, self.share)
+        self.products = by_heads(torch.bmm(q, i.mT).tril_(), self.share)
+        self.decay = Decay(part.take(log_g_NTV), self.v, self.v)
+        assert self.decay.to_row is not None
+        self.to_row, self.whole_M1V = self.decay.to_row, self.decay.to_row[:, -1:]
+
+
+@torch.library.custom_op("subquad::gated_scan_by_value", mutates_args=())
+def gated_scan_by_value_op(
+    q_NTK: Tensor, i_NTK: Tensor, v_NTV: Tensor, log_g_NTV: Tensor, state_NKV: Tensor, chunk: int, save: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return outputs, final state, and with `save` the state before each chunk."""
+    parts, out_NTV = pieces(q_NTK, v_NTV, log_g_NTV, chunk), empty_like(v_NTV)
+    # Without `save` each piece overwrites the states of the one before.
+    counts = [part.chunks for part in parts]
+    states = empty(state_NKV, sum(counts) if save else max(counts, default=0), *state_NKV.shape)
+    end_NKV = state_NKV.clone(memory_format=torch.contiguous_format)
+    for part in parts:
+        x = _Inputs(part, q_NTK, i_NTK, v_NTV, log_g_NTV)
+        here = part.places if save else slice(0, part.chunks)
+        state = part.before(end_NKV, torch.bmm(x.i.mT, x.decay.columns(x.v)), x.whole_M1V, states[here])
+        out = x.decay.over_columns(x.products, x.v)
+        part.put(out.addcmul_(torch.bmm(x.q, state), x.to_row), out_NTV)
+    return out_NTV, end_NKV, states[: len(states) if save else 0]
+
+
+@gated_scan_by_value_op.register_fake
+def _(q, i, v, log_g, state, chunk, save):  # type: ignore[no-untyped-def]
+    chunks = chunks_of(v.shape[1], chunk, log_g) if save else 0
+    return v.new_empty(v.shape), state.new_empty(state.shape), state.new_empty(chunks, *state.shape)
+
+
+@torch.library.custom_op("subquad::gated_scan_by_value_backward", mutates_args=())
+@without_autocast
+def gated_scan_by_value_backward_op(
+    grad_NTV: Tensor,
+    grad_state_NKV: Tensor | None,
+    q_NTK: Tensor,
+    i_NTK: Tensor,
+    v_NTV: Tensor,
+    log_g_NTV: Tensor,
+    out_NTV: Tensor,
+    states: Tensor,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, i, v, log g and the initial state.
+
+    Chunks are visited from the last to the first; `r` is the gradient of the state at the current chunk's end.
+    """
+    dq_NTK, di_NTK, dv_NTV, dlog_g_NTV = (empty_like(x) for x in (q_NTK, i_NTK, v_NTV, log_g_NTV))
+    r_NKV = states.new_zeros(states.shape[1:]) if grad_state_NKV is None else grad_state_NKV
+    r_NKV = r_NKV.clone(memory_format=torch.contiguous_format)
+
+    def visit(part: Piece) -> None:
+        """Write the gradients of a piece; at its return what it held is free before the next one begins."""
+        x = _Inputs(part, q_NTK, i_NTK, v_NTV, log_g_NTV)
+        do, out, state = part.take(grad_NTV), part.take(out_NTV), part.of(states)
+        rows = x.decay.rows(do)
+        r = part.after(r_NKV, torch.bmm(x.q.mT, rows), x.whole_M1V)
+        grad = x.decay.scores(do, x.v)
+        dq = torch.bmm(grad, x.i).baddbmm_(rows, state.mT)
+        di = torch.bmm(grad.mT, x.q).baddbmm_(x.decay.columns(x.v), r.mT)
+        part.put(by_groups(dq, x.share), dq_NTK)
+        part.put(by_groups(di, x.share), di_NTK)
+        to_rows, to_end = x.decay.over_rows(x.products, do), x.decay.columns(torch.bmm(x.i, r))
+        part.put(to_rows + to_end, dv_NTV)
+        # d/dG of exp(G_i - G_j) is the term itself with sign +1 in row i and -1 in column j: no division by g, which
+        # may be zero.
+        found = x.decay.log_gradient(do * out - x.v * to_rows, x.v * to_end, (state * r).sum(1))
+        part.put(found, dlog_g_NTV)
+
+    for part in reversed(pieces(q_NTK, v_NTV, log_g_NTV, chunk)):
+        visit(part)
+    return dq_NTK, di_NTK, dv_NTV, dlog_g_NTV, r_NKV
+
+
+@gated_scan_by_value_backward_op.register_fake
+def _(grad, grad_state, q, i, v, log_g, out, states, chunk):  # type: ignore[no-untyped-def]
+    return *(x.new_empty(x.shape) for x in (q, i, v, log_g)), states.new_empty(states.shape[1:])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, _, ctx.chunk, _ = inputs
+    out, _, states = output
+    ctx.save_for_backward(*tensors, out, states)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(states)
+
+
+@without_tangents
+def _backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    grad = torch.zeros_like(tensors[2]) if grad is None else grad
+    return *gated_scan_by_value_backward_op(grad, grad_state, *tensors, ctx.chunk), None, None
+
+
+gated_scan_by_value_op.register_autograd(_backward, setup_context=_setup_context)
