@@ -5,11 +5,12 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from subquad.attention import build, mechanism
+from subquad.attention import build, mechanism, names
 from subquad.attention.conversions import to_ring
 from subquad.models import DecoderConfig, build_model
 from subquad.state import State
@@ -36,33 +37,30 @@ RIGHT = {
 }
 """Layers, and the projections that the plan divides."""
 REFUSED = {
-    "delta_net": ("delta_net", {}, PLAN, "with its options"),
-    "elita": ("elita", {}, PLAN, "with its options they are not all alike"),
     "full whose gate is whole": ("full", {"output_gate": True}, PLAN, r"gating\.weight would not be divided"),
-    "gated_delta_net": ("gated_delta_net", {}, PLAN, "with its options"),
-    "gla": ("gla", {}, PLAN, "with its options"),
     "gla, the decays alone": ("gla", {}, ("decay_up",), "with its options"),
-    "hgrn2": ("hgrn2", {}, PLAN, "with its options"),
-    "kda": ("kda", {}, PLAN, "with its options"),
     "latte_macchiato with whole latents": ("latte_macchiato", {}, PLAN, r"latent_key\.weight, latent_query\.weight"),
     "linear with a learned map": ("linear", {"feature_map": "learned"}, PLAN, "key_map, query_map would not"),
-    "linformer": ("linformer", {}, PLAN, "with its options"),
     "llp with shifted heads": ("llp", {"segment": 8, "shifted_heads": True}, PLAN, "with its options"),
     "llp_printed as printed": ("llp_printed", {}, ("query", "key", "out", "first_out"), r"norm\.bias, norm\.weight"),
     "longformer with whole global projections": ("longformer", {}, PLAN, "global_key.*global_query.*global_value"),
-    "luna": ("luna", {"tied": False}, PLAN, "with its options"),
-    "mamba2": ("mamba2", {}, PLAN, "with its options"),
-    "mlstm": ("mlstm", {}, PLAN, "with its options"),
     "one key head": ("full", {"num_kv_heads": 1}, PLAN, "it has 1, which must be a multiple"),
     "query alone": ("llp", {}, ("query",), r"key\.weight, out\.weight, value\.weight"),
     "queries and keys are normed": ("full", {"qk_norm": True}, PLAN, r"key_norm\.weight, query_norm\.weight"),
-    "retnet": ("retnet", {}, (*PLAN, "gating"), "with its options"),
-    "shifted": ("shifted", {"group": 4}, PLAN, "with its options"),
-    "strided": ("strided", {"stride": 4}, PLAN, "with its options"),
     "three heads": ("full", {"num_heads": 3}, PLAN, "it has 3, which must be a multiple"),
     "value alone": ("linear", {}, ("value",), r"key\.weight, out\.weight, query\.weight would not"),
     "window with a learned sink": ("window", {"learned_sink": True}, PLAN, "sink_logits would not be divided"),
 }
+
+for mechanism_name in names():
+    if any(kind == mechanism_name for kind, *_ in [*RIGHT.values(), *REFUSED.values()]):
+        continue
+    made = build(mechanism_name, dim=24, num_heads=4)
+    linear = tuple(name for name, module in made.named_children() if isinstance(module, nn.Linear))
+    if made.divisible:
+        RIGHT[mechanism_name] = (mechanism_name, {}, linear)
+    else:
+        REFUSED[mechanism_name] = (mechanism_name, {}, linear, "with its options they are not all alike")
 
 
 @functools.cache
