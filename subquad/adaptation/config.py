@@ -8,6 +8,7 @@ from typing import Any, Literal
 from subquad.config import Config, check_at_least, check_fraction, check_positive
 from subquad.data.config import DataConfig
 from subquad.training.config import BatchConfig, OptimizerConfig, RunConfig
+from subquad.training.losses import LossConfig
 from subquad.training.schedule import ScheduleConfig
 
 ATTENTION = ("shifted", "llp", "window", "full")
@@ -210,6 +211,8 @@ class ConvertConfig(Config):
     """Attention transfer."""
     lora: TuneConfig = field(default_factory=TuneConfig)
     """Low-rank adaptation of the whole model after the transfer."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """Terms of that adaptation's loss beside the cross-entropy."""
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     """Measurements."""
     seed: int = 0

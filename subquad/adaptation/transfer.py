@@ -216,6 +216,7 @@ def tune(
         parameter.requires_grad_(True)
     parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     decoder: Decoder = model.decoder
+    config.loss.apply_to(decoder)
 
     def loss_of(tokens_BT: Tensor) -> Tensor:
         return decoder.loss(tokens_BT[:, :-1], tokens_BT[:, 1:])

@@ -18,9 +18,9 @@ from transformers.utils import can_return_tuple
 from subquad.hf.backbone import padding_mask
 from subquad.hf.config import FIELDS, SubquadConfig, fields_of
 from subquad.hf.loading import StrictModel
+from subquad.layers.criterion import IGNORED
 from subquad.layers.head import new_head
 from subquad.models.classifier import Classifier, check_pair
-from subquad.models.decoder import IGNORED
 from subquad.models.encoder import EncoderConfig
 from subquad.models.pretraining import Hiding, Objective, PretrainingModel, check_hiding, denoising_loss, mask_token
 

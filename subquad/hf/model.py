@@ -23,7 +23,8 @@ from subquad.hf.backbone import (
 from subquad.hf.cache import SubquadCache
 from subquad.hf.config import SubquadConfig
 from subquad.hf.loading import StrictModel
-from subquad.layers.head import IGNORED, Lookup, Reduction, is_tied, logits_of, loss_of_passes
+from subquad.layers.criterion import IGNORED, CrossEntropy, Reduction
+from subquad.layers.head import Lookup, is_tied, logits_of
 from subquad.models.build import build_model
 from subquad.models.decoder import Decoder, next_tokens
 from subquad.parallel import active_group
@@ -50,6 +51,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         self.model = SubquadModel(config, whole.with_head(None, None))
         self.register_module("lm_head", whole.head)
         self.register_module("lookup", whole.lookup)
+        self.criterion = CrossEntropy()
         # The Trainer would count labels of whole sequences, but those before the latents are not in the loss.
         self.accepts_loss_kwargs = whole.predicts_last is None
         self.post_init()
@@ -184,7 +186,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         group = active_group()
         ours_BT = target_BT if group is None else group.part(target_BT)
         reduction: Reduction = "mean" if items is None and group is None else "sum"
-        loss = loss_of_passes([*passes], ours_BT, self.lm_head, self.lookup, self.config.vocab_size, reduction)
+        loss: Tensor = self.criterion([*passes], ours_BT, self.lm_head, self.lookup, self.config.vocab_size, reduction)
         if group is not None:
             return loss * group.size / ((target_BT != IGNORED).sum().clamp(min=1) if items is None else items)
         if items is None:

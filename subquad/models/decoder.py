@@ -18,7 +18,8 @@ from subquad.attention import Attention, Cost
 from subquad.attention.base import check_fresh
 from subquad.attention.conversions import after_all_ranks
 from subquad.attention.sharing import check_dropout, check_whole
-from subquad.layers.head import IGNORED, Lookup, Reduction, is_tied, logits_of, loss_of_passes, new_head
+from subquad.layers.criterion import IGNORED, CrossEntropy, Reduction
+from subquad.layers.head import Lookup, is_tied, logits_of, new_head
 from subquad.models.blocks import (
     Block,
     PassBias,
@@ -78,6 +79,7 @@ class Decoder(nn.Module):
             self.head = new_head(config.dim, config.vocab_size, bias=config.head_bias, table=table)
             if config.lookup is not None:
                 self.lookup = Lookup(config.vocab_size, config.lookup, residual=config.lookup_residual)
+        self.criterion = CrossEntropy()
         self.branch_outputs = branch_outputs(self)
         self.apply(self.initialise)
 
@@ -242,7 +244,8 @@ class Decoder(nn.Module):
         """Return the loss of the vectors that `passes` returned, the mean over them."""
         if self.head is None:
             raise ValueError("this decoder was built without a head: give it one (with_head)")
-        return loss_of_passes(passes, labels_BT, self.head, self.lookup, self.config.vocab_size, reduction)
+        loss: Tensor = self.criterion(passes, labels_BT, self.head, self.lookup, self.config.vocab_size, reduction)
+        return loss
 
     def loss_of_hidden(self, h_BTD: Tensor, labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
         """Return the cross-entropy of `loss` from the vectors that `hidden` returned."""

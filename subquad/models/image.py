@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from subquad.config import check_at_least, later
-from subquad.layers.head import IGNORED, new_head
+from subquad.layers.criterion import IGNORED
+from subquad.layers.head import new_head
 from subquad.layers.positions import positions
 from subquad.models.blocks import (
     Block,

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from subquad.layers.criterion import IGNORED
 from subquad.models.blocks import Block, build_mechanisms
 from subquad.models.config import DecoderConfig
-from subquad.models.decoder import IGNORED, Decoder
+from subquad.models.decoder import Decoder
 from subquad.models.matrices import WeightMatrix
 from subquad.models.perceiver_layer import Kept, LatentAttention, LatentBlock, draw
 from subquad.models.perceiver_window import History, Number, Parts, Window, compress, cut, neighbours, thin

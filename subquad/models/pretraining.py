@@ -13,13 +13,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from subquad.layers.head import loss_of_passes, new_head
+from subquad.layers.criterion import CrossEntropy
+from subquad.layers.head import new_head
 from subquad.models.build import build_encoder
 from subquad.models.decoder import next_tokens
 from subquad.models.encoder import Encoder, EncoderConfig
 from subquad.models.perceiver import LATENT_STD, PerceiverEncoder
 
 Objective = Literal["denoise", "causal"]
+cross_entropy = CrossEntropy()
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class PretrainingModel(nn.Module):
             shown_BT, hidden_BT = hiding(tokens_BT, mask, mask_token(self.encoder), generator)
             return denoising_loss(self.head, self.vectors(shown_BT, mask), tokens_BT, hidden_BT)
         labels_BT = next_tokens(tokens_BT, mask)
-        return loss_of_passes([self.vectors(tokens_BT, mask)], labels_BT, self.head, None, self.predicted)
+        return cross_entropy([self.vectors(tokens_BT, mask)], labels_BT, self.head, None, self.predicted)
 
 
 def check_hiding(mask_fraction: float, random_fraction: float, group: str = "") -> None:
@@ -142,4 +144,4 @@ def denoising_loss(head: nn.Linear, h_BTD: Tensor, tokens_BT: Tensor, hidden_BT:
     The last row of the head, the mask token's, predicts nothing.
     """
     passes, labels_1N = [h_BTD[hidden_BT][None]], tokens_BT[hidden_BT][None]
-    return loss_of_passes(passes, labels_1N, head, None, head.out_features - 1)
+    return cross_entropy(passes, labels_1N, head, None, head.out_features - 1)

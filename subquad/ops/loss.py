@@ -5,6 +5,7 @@ Shape letters: N tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,8 @@ from torch.nn import functional as F
 from subquad.ops.backends import autocast_enabled
 from subquad.tracing import beyond_backward, without_tangents
 
+OfToken = Callable[[Tensor, Tensor], Tensor]
+"""A token's loss from `-log p(label)` and the logsumexp of its logits, each `[N]`."""
 CHUNK_ENTRIES = 1 << 22
 """Most logits held at once (16 MiB of float32); with more, tokens are processed in chunks."""
 
@@ -27,12 +30,14 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     ignore_index: int = -100,
     reduction: Literal["mean", "sum", "none"] = "mean",
+    of_token: OfToken | None = None,
 ) -> Tensor:
     """`-log softmax(W h + b)[label]`, in nats, never holding more than `CHUNK_ENTRIES` logits (at least one row).
 
     Tokens labelled `ignore_index` do not count; the mean is over the others (zero if there are none). The softmax is
-    taken in float32 or wider. Raises `ValueError` for mismatched shapes or an unknown reduction, `TypeError` for labels
-    that are no whole numbers, and on a CPU `IndexError` for a label outside the vocabulary.
+    taken in float32 or wider. With `of_token` a token's loss is what that makes of its `-log p` and of the logsumexp of
+    its logits, each `[N]` with a gradient. Raises `ValueError` for mismatched shapes or an unknown reduction,
+    `TypeError` for labels that are no whole numbers, and on a CPU `IndexError` for a label outside the vocabulary.
     """
     if h_ND.ndim != 2 or weight_VD.ndim != 2 or h_ND.shape[1] != weight_VD.shape[1] or labels_N.shape != h_ND.shape[:1]:
         raise ValueError(
@@ -48,10 +53,16 @@ def linear_cross_entropy(
     if h_ND.shape[0] * weight_VD.shape[0] <= CHUNK_ENTRIES or beyond_backward(h_ND, weight_VD, bias):
         logits_NV = F.linear(h_ND, weight_VD, bias)
         logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-        loss_N = F.cross_entropy(logits_NV, labels_N, ignore_index=ignore_index, reduction="none")
+        nll_N = F.cross_entropy(logits_NV, labels_N, ignore_index=ignore_index, reduction="none")
+        lse_N = nll_N if of_token is None else logits_NV.logsumexp(-1)
     else:
-        loss_N, _ = _loss(h_ND, weight_VD, labels_N, bias, ignore_index)
-    return reduced(loss_N, labels_N, ignore_index, reduction)
+        nll_N, lse_N = _loss(h_ND, weight_VD, labels_N, bias, ignore_index)
+    return reduced(losses_of(nll_N, lse_N, labels_N, ignore_index, of_token), labels_N, ignore_index, reduction)
+
+
+def losses_of(nll_N: Tensor, lse_N: Tensor, labels_N: Tensor, ignore_index: int, of_token: OfToken | None) -> Tensor:
+    """Return the loss of each token, zero for those that do not count."""
+    return nll_N if of_token is None else torch.where(labels_N != ignore_index, of_token(nll_N, lse_N), 0.0)
 
 
 def whole_labels(labels: Tensor) -> Tensor:
@@ -98,6 +109,7 @@ def _(h, weight, labels, bias, ignore_index):  # type: ignore[no-untyped-def]
 @torch.library.custom_op("subquad::linear_cross_entropy_backward", mutates_args=())
 def _loss_backward(
     grad_N: Tensor,
+    grad_lse_N: Tensor | None,
     h_ND: Tensor,
     weight_VD: Tensor,
     labels_N: Tensor,
@@ -116,8 +128,12 @@ def _loss_backward(
         # Logits are computed again; d = softmax - onehot(label), from the saved logsumexp.
         logits = F.linear(h_ND[rows], weight_VD, bias).to(lse_N.dtype)
         d = logits.sub_(lse_N[rows, None]).exp_()
-        d.scatter_add_(1, safe_N[rows, None], d.new_full((1, 1), -1.0).expand(d.shape[0], 1))
-        d.mul_(grad_N[rows, None])
+        if grad_lse_N is None:
+            d.scatter_add_(1, safe_N[rows, None], d.new_full((1, 1), -1.0).expand(d.shape[0], 1))
+            d.mul_(grad_N[rows, None])
+        else:  # the logsumexp's own is softmax
+            d.mul_((grad_N + grad_lse_N)[rows, None])
+            d.scatter_add_(1, safe_N[rows, None], -grad_N[rows, None])
         dbias_V += d.sum(0)
         d = d.to(h_ND.dtype)
         dh_ND[rows] = d @ weight_VD
@@ -126,7 +142,7 @@ def _loss_backward(
 
 
 @_loss_backward.register_fake
-def _(grad, h, weight, labels, bias, lse, ignore_index):  # type: ignore[no-untyped-def]
+def _(grad, grad_lse, h, weight, labels, bias, lse, ignore_index):  # type: ignore[no-untyped-def]
     return h.new_empty(h.shape), weight.new_empty(weight.shape), lse.new_empty(weight.shape[:1])
 
 
@@ -134,13 +150,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     *tensors, ignore_index = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.ignore_index = ignore_index
-    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
 @without_tangents
-def _backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_N: Tensor | None, grad_lse_N: Tensor | None) -> tuple[Tensor | None, ...]:
     h, weight, labels, bias, lse = ctx.saved_tensors
-    dh, dweight, dbias = _loss_backward(grad_N, h, weight, labels, bias, lse, ctx.ignore_index)
+    grad_N = torch.zeros_like(lse) if grad_N is None else grad_N
+    dh, dweight, dbias = _loss_backward(grad_N, grad_lse_N, h, weight, labels, bias, lse, ctx.ignore_index)
     return dh, dweight, None, None if bias is None else dbias.to(bias.dtype), None
 
 

@@ -11,16 +11,17 @@ from subquad.data.config import DataConfig, ImageConfig, LabelledConfig, ProbeCo
 from subquad.models.config import DecoderConfig
 from subquad.models.encoder import EncoderConfig, Pooling
 from subquad.models.pretraining import check_hiding
+from subquad.training.losses import LossConfig
 from subquad.training.schedule import ScheduleConfig
 
 AUGMENTED = ("image", "listops", "pathfinder32", "pathfinder64", "pathfinder128", "retrieval")
 """Datasets with augmentation (`subquad.data.augment`)."""
 TASK_GROUPS = {
-    "language": ("data",),
+    "language": ("data", "loss"),
     "classify": ("classify", "pretrain"),
     "pretrain": ("classify", "pretrain"),
     "image": ("image",),
-    "probe": ("probe",),
+    "probe": ("probe", "loss"),
 }
 """Groups of settings that only some tasks use."""
 Trained = TypeVar("Trained", bound=Config)
@@ -285,6 +286,8 @@ class TrainConfig(Config):
     """Images and pixel prediction (task=image)."""
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     """Memory probe in sequences of batch.length tokens (task=probe)."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """Terms of the loss beside the cross-entropy (task=language, probe)."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """LoRA: train low-rank factors instead of all weights."""
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -309,7 +312,7 @@ class TrainConfig(Config):
         if self.run.weights == "best" and self.reads_text and self.data.pack != "stream":
             raise ValueError(f"run.weights=best needs data.pack=stream, got {self.data.pack}: set run.weights=last")
         own = self.groups
-        for group in ("data", "classify", "pretrain", "image", "probe"):
+        for group in ("data", "classify", "pretrain", "image", "probe", "loss"):
             if group not in own:
                 given = getattr(self, group)
                 default = type(given)().to_dict()

@@ -104,7 +104,9 @@ class Task:
 
     def make_model(self) -> Any:
         """Return the model to train: a new one, or the adapter's."""
-        return self.new_model() if self.adapter is None else self.adapter.make_model()
+        model = self.new_model() if self.adapter is None else self.adapter.make_model()
+        self.config.loss.apply_to(model)
+        return model
 
     def first_phase(self) -> TrainConfig | None:
         """Return the configuration of the pretraining run whose weights this run starts from, or None."""

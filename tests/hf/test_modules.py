@@ -19,7 +19,7 @@ from subquad.generation import BatchDecoder, SamplingConfig, generate
 from subquad.hf import SubquadForCausalLM
 from subquad.hf.lora import put_adapter
 from subquad.layers.attached import attached
-from subquad.layers.head import IGNORED, log_called, loss_of_passes
+from subquad.layers.criterion import IGNORED, CrossEntropy, log_called
 from subquad.ops.padding import Lengths
 from subquad.testing import assert_exact, assert_same_maths
 from tests.hf.small import PIXELS, classifier, image_model, language_model, perceiver_ar, pretraining, prompt
@@ -171,14 +171,14 @@ def test_a_hook_on_the_head_reaches_the_loss_on_every_chunk(monkeypatch, caplog)
     torch.manual_seed(0)
     head, h, labels = nn.Linear(8, 11).double(), torch.randn(1, 40, 8).double(), torch.randint(0, 11, (1, 40))
     labels[0, 5] = IGNORED
-    plain = loss_of_passes([h], labels, head, None, 11)
+    plain = CrossEntropy()([h], labels, head, None, 11)
     assert_same_maths(plain, nn.functional.cross_entropy(head(h)[0], labels[0]))
     halved = nn.functional.cross_entropy(head(h)[0] / 2, labels[0], ignore_index=IGNORED)
     head.register_forward_hook(lambda module, inputs, output: output / 2)
     monkeypatch.setattr("subquad.ops.loss.CHUNK_ENTRIES", 8 * 11)
     log_called.cache_clear()
     with caplog.at_level(logging.INFO):
-        assert_same_maths(loss_of_passes([h], labels, head, None, 11), halved)
+        assert_same_maths(CrossEntropy()([h], labels, head, None, 11), halved)
     assert (
         "the loss calls the head on chunks of tokens, and does not read its weights: the model has a hook"
         in caplog.text

@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from subquad.layers.head import Lookup, chunked_cross_entropy
+from subquad.layers.criterion import chunked_cross_entropy
+from subquad.layers.head import Lookup
 from subquad.ops import loss
 from subquad.testing import assert_in_budget, assert_same_maths
 from subquad.testing.tools import largest_allocation

@@ -3,7 +3,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from subquad.layers.head import chunked_cross_entropy
+from subquad.layers.criterion import chunked_cross_entropy
 from subquad.ops import linear_cross_entropy, loss
 from subquad.testing import LOW_PRECISION, assert_exact, largest_allocation
 from tests.ops.cases import ALONE, assert_all_in_budget, assert_all_same_maths, differentiated, normal
@@ -126,7 +126,9 @@ def test_the_operation_keeps_torchs_rules(with_bias):
     leaves = [x if x is None or not x.is_floating_point() else x.clone().requires_grad_() for x in (h, w, *rest)]
     torch.library.opcheck(loss._loss, (*leaves, -100))
     losses, lse = loss._loss(h, w, *rest, -100)
-    torch.library.opcheck(loss._loss_backward, (torch.ones_like(losses), h, w, *rest, lse, -100), test_utils=ALONE)
+    for of_lse in (None, torch.ones_like(lse)):
+        arguments = torch.ones_like(losses), of_lse, h, w, *rest, lse, -100
+        torch.library.opcheck(loss._loss_backward, arguments, test_utils=ALONE)
 
 
 @pytest.mark.parametrize("shapes", [

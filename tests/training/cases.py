@@ -42,7 +42,7 @@ STACKS = {
     "perceiver": {"model.attention": "perceiver_ar", "model.options": {"perceiver_ar": {"latents": 8}}},
     "performer": {"model.attention": "performer", "model.options": {"performer": {"redraw_interval": 2}}},
     "probe": {"task": "probe", "data": {}},
-    "packed": {"data.pack": "documents", "data.path": "texts"},
+    "packed": {"data.pack": "documents", "data.path": "texts", "loss.z_weight": 0.01},
     "loops": {"model.loops": 2, "model.loop_loss": "all", "model.lookup": 8, "model.tie_embeddings": False},
 }
 MIXED = {"model.attention": ["llp", "latte", "linear", "elita", "window", "full"], "model.num_layers": 6}

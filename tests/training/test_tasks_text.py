@@ -15,6 +15,7 @@ from subquad.data.token_set import ShardError
 from subquad.data.tokenizers import load_tokenizer
 from subquad.data.vocabularies import characters
 from subquad.evaluation.probes import overall, right_answers
+from subquad.layers.criterion import CrossEntropy
 from subquad.models.stacks import options_of
 from subquad.recipes import recipe_path, recipes
 from subquad.training import TrainConfig, train
@@ -77,14 +78,14 @@ def test_over_one_epoch_the_labels_cover_the_text(make_config, text, tmp_path, m
     """Counts how often each place of the text reaches the cross-entropy as a label."""
     places = Counter()
 
-    def loss_of_passes(passes, labels_BT, *args):
+    def counted(_, passes, labels_BT, *args):
         (h_BMD,) = passes
         labels_BM = labels_BT[:, -h_BMD.shape[1] :]
         assert labels_BM.shape == h_BMD.shape[:2]
         places.update(labels_BM[labels_BM >= 0].tolist())
         return h_BMD.sum()
 
-    monkeypatch.setattr("subquad.hf.model.loss_of_passes", loss_of_passes)
+    monkeypatch.setattr(CrossEntropy, "forward", counted)
     (tmp_path / "short.py").write_text(text.read_text()[:500])
     config = make_config(perceiver(latents=latents, vary_latents=vary), {"data.path": str(tmp_path / "short.py")})
     task = prepare_task(config, None)
