@@ -28,6 +28,7 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
+from subquad.attention.laws import Law
 from subquad.testing import AttentionContract
 
 # Messages name this Python as it was typed; a relative path would not be found in the folders that tests change to.
@@ -64,12 +65,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     That is compiling by inductor; compiling a mechanism whose engine one of `COMPILED` has; long inputs in bfloat16,
     whose range is float32's; and the laws that take longest (costs, compiling, long inputs) of second forms.
     """
-    contract, law = getattr(item, "cls", None), re.match(r"test_law_(\d+)(.*inductor|.*bfloat16)?", item.name)
+    contract, law = getattr(item, "cls", None), AttentionContract.law_of(item.name)
     if law is None or contract is None or not issubclass(contract, AttentionContract):
         return
-    second = contract.__name__.endswith("Bidirectional") and law[1] in ("06", "12", "14")
-    same_engine = law[1] == "12" and contract.name not in COMPILED and contract.__module__.startswith("tests.attention")
-    if int(law[1]) not in contract.laws or law[2] or second or same_engine:
+    second = contract.__name__.endswith("Bidirectional") and law in (Law.COST, Law.COMPILED, Law.LONG)
+    of_an_engine = contract.name in COMPILED or not contract.__module__.startswith("tests.attention")
+    same_engine = law is Law.COMPILED and not of_an_engine
+    if law not in contract.laws or re.search("inductor|bfloat16", item.name) or second or same_engine:
         item.add_marker("slow")
 
 

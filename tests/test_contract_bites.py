@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable
@@ -19,11 +20,13 @@ from subquad.attention import Attention, Full, Gla, Latte, Linear, Llp, Shifted,
 from subquad.attention.base import split
 from subquad.attention.bigbird import Bigbird
 from subquad.attention.elita import Elita
+from subquad.attention.laws import Law
 from subquad.attention.memories.key_values import KeyValues, Sight
 from subquad.attention.parts import keys, softmax_heads
-from subquad.attention.past import Literal, Past, Whole
+from subquad.attention.past import Entries, Literal, Past, Whole
 from subquad.ops import gated_scan, patterns
 from subquad.ops._torch import scan
+from subquad.parallel import Sent
 from subquad.state import State
 from subquad.testing import AttentionContract
 from tests.attention import test_gla
@@ -162,6 +165,63 @@ def sums_in_half(layer, mix, x, state, lengths):
     return y * (after.tensor("sums").sum().half() * 0 + 1).to(y.dtype), after
 
 
+@mixing(Linear)
+def goes_on_from_its_last_state(layer, mix, x, state, lengths):
+    y, layer.last = mix(x, None if state is None else layer.last, lengths)
+    return y, layer.last
+
+
+@mixing(Linear)
+def writes_into_the_given_state(layer, mix, x, state, lengths):
+    y, after = mix(x, state, lengths)
+    if state is not None:
+        state.tensor("sums").copy_(after.tensor("sums"))
+    return y, after
+
+
+@mixing(Window)
+def copies_its_rings(layer, mix, x, state, lengths):
+    y, after = mix(x, state, lengths)
+    return y, after.map(Tensor.clone)
+
+
+class TurnedRing(KeyValues):
+    def to_ring(self, entries: Entries, seen: int, capacity: int) -> Entries:
+        return {slot: x.roll(1, 2) for slot, x in super().to_ring(entries, seen, capacity).items()}
+
+    def from_ring(self, rings: Entries, seen: int) -> Entries:
+        return super().from_ring({slot: x.roll(-1, 2) for slot, x in rings.items()}, seen)
+
+
+class HalfARing(KeyValues):
+    def from_ring(self, rings: Entries, seen: int) -> Entries:
+        return {slot: x.tril() for slot, x in super().from_ring(rings, seen).items()}
+
+
+class KeepsATurnedRing(Llp):
+    memory: ClassVar[type[KeyValues]] = TurnedRing
+
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        q, k, v = softmax_heads(self, x_BTD, past.start)
+        (near,) = past.keep(near=self.memory(k, past.values(v), self.sight))
+        return near.read(q)
+
+
+class LosesTokensInPlace(KeepsATurnedRing):
+    memory = HalfARing
+
+
+class ReadsOnlyItsPart(Latte):
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        past.group = None
+        return super().mix(x_BTD, past)
+
+
+class SaysThatNothingIsSent(Latte):
+    def communication(self, tokens: int, ranks: int) -> tuple[Sent, ...]:
+        return (Sent(),) * ranks
+
+
 class ValuesWithoutGradient(Linear):
     def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
         if not isinstance(past, Literal):
@@ -218,6 +278,14 @@ class KeepsEveryKey(WindowOneShort):
 
 class SaysLinear(Full):
     cost_order: ClassVar = "linear"
+
+
+class Halving(Linear):
+    """Multiplies a matrix of log2(T) rows for each token."""
+
+    def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
+        rows = x_BTD.new_zeros(x_BTD.shape[1] * x_BTD.shape[1].bit_length(), 8) @ x_BTD.new_zeros(8, 64)
+        return super().mix(x_BTD, past) + rows.sum()
 
 
 class ReadsPadding(Full):
@@ -281,43 +349,53 @@ def _planted_patterns_exist_only_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED: list[tuple[type[Attention], dict[str, Any], str]] = [
-    (looks_ahead, {}, "law_01_weights"),
-    (rows_are_no_distributions, {"width": 11}, "law_01_weights"),
-    (WindowOneShort, {"width": 11}, "law_02"),
-    (ValuesWithoutGradient, {}, "law_02"),
-    (HalvesTheDiagonal, {}, "law_02"),
-    (forgets_the_state, {}, "law_03_any"),
-    (state_of_one_token_only, {}, "law_03_any"),
-    (DrawsByTheLength, {"block": 4, "num_global": 0, "num_random": 1}, "law_03_any"),
-    (detached_state, {}, "law_03_gradients"),
-    (RotatesFromZero, {"segment": 16, "rope": True}, "law_04"),
-    (forgets_the_state, {}, "law_04"),
-    (KeepsEveryKey, {"width": 11}, "law_05"),
-    (keeps_the_prompt_alive, {"width": 11}, "law_05"),
-    (SaysLinear, {}, "law_06_cost"),
-    (makes_a_square, {"width": 11}, "law_06_cost"),
-    (restarts_at_chunks, {}, "law_07_block"),
-    (WindowOneShort, {"width": 11}, "law_07_any"),
-    (counts_padding, {}, "law_08_padding_before"),
-    (forgets_what_padding_changed, {"segment": 16}, "law_08_padding_after"),
-    (ReadsPadding, {}, "law_08_padding_is_not"),
-    (subtracts_the_mean, {"segment": 16}, "law_08_padding_is_as"),
-    (stabilised_by_the_largest_key, {}, "law_09"),
-    (subtracts_the_mean, {"segment": 16}, "law_09"),
-    (RollsRoundWithoutSaying, {"group": 16, "wrap": True}, "law_09"),
-    (sees_its_batch, {"width": 11}, "law_10"),
-    (rounds_to_half, {}, "law_11_each"),
-    (accumulates_under_autocast, {}, "law_11_auto"),
-    (branches_on_data, {}, "law_12_compiles_whole_with_aot"),
-    (OwnHash, {}, "law_13"),
-    (sums_in_half, {}, "law_14_long_inputs_in_float16"),
-    (SeesPackedRows, {}, "law_15_packed"),
-    (SeesPackedRows, {}, "law_15_no_bit"),
-    (SeesPackedRows, {}, "law_15_weights"),
-    (SeesPackedRows, {}, "law_15_the_state"),
+    (looks_ahead, {}, "weights"),
+    (rows_are_no_distributions, {"width": 11}, "weights"),
+    (WindowOneShort, {"width": 11}, "definition"),
+    (ValuesWithoutGradient, {}, "definition"),
+    (HalvesTheDiagonal, {}, "definition"),
+    (forgets_the_state, {}, "split_anywhere"),
+    (state_of_one_token_only, {}, "split_anywhere"),
+    (DrawsByTheLength, {"block": 4, "num_global": 0, "num_random": 1}, "split_anywhere"),
+    (detached_state, {}, "split_keeps"),
+    (RotatesFromZero, {"segment": 16, "rope": True}, "token"),
+    (forgets_the_state, {}, "token"),
+    (KeepsEveryKey, {"width": 11}, "state_size"),
+    (keeps_the_prompt_alive, {"width": 11}, "state_size"),
+    (SaysLinear, {}, "cost"),
+    (Halving, {}, "cost"),
+    (makes_a_square, {"width": 11}, "cost"),
+    (restarts_at_chunks, {}, "block_sizes_change"),
+    (WindowOneShort, {"width": 11}, "block_sizes_fit"),
+    (counts_padding, {}, "padding_before"),
+    (forgets_what_padding_changed, {"segment": 16}, "padding_after"),
+    (ReadsPadding, {}, "padding_is_not"),
+    (subtracts_the_mean, {"segment": 16}, "padding_is_as"),
+    (stabilised_by_the_largest_key, {}, "no_future"),
+    (subtracts_the_mean, {"segment": 16}, "no_future"),
+    (RollsRoundWithoutSaying, {"group": 16, "wrap": True}, "no_future"),
+    (sees_its_batch, {"width": 11}, "batch"),
+    (rounds_to_half, {}, "precision_of"),
+    (accumulates_under_autocast, {}, "precision_under"),
+    (branches_on_data, {}, "compiled_whole_with_aot"),
+    (OwnHash, {}, "saved"),
+    (sums_in_half, {}, "long_inputs_in_float16"),
+    (SeesPackedRows, {}, "documents_packed"),
+    (SeesPackedRows, {}, "documents_change"),
+    (SeesPackedRows, {}, "documents_keep"),
+    (SeesPackedRows, {}, "documents_leave"),
+    (goes_on_from_its_last_state, {}, "rollback"),
+    (writes_into_the_given_state, {}, "rollback"),
+    (copies_its_rings, {"width": 11}, "in_place"),
+    (KeepsATurnedRing, {"segment": 16}, "in_place"),
+    (LosesTokensInPlace, {"segment": 16}, "in_place"),
+    (ReadsOnlyItsPart, {}, "ranks_compute"),
+    (RotatesFromZero, {"segment": 16, "rope": True}, "ranks_compute"),
+    (SaysThatNothingIsSent, {}, "ranks_send"),
 ]
+LIMIT = r"(?s)^\w.*(up to 1e-09 allowed|not equal|exceeds|bytes|allow|not finite)"
 # Failures that are not an assertion.
-FAILURES = {"law_12_compiles_whole_with_aot": torch._dynamo.exc.TorchDynamoException, "law_13": ValueError}
+FAILURES = {"compiled_whole_with_aot": torch._dynamo.exc.TorchDynamoException, "saved": ValueError}
 
 
 @pytest.mark.parametrize(("planted", "options", "law"), PLANTED, ids=[f"{p.__name__}-{law}" for p, _, law in PLANTED])
@@ -329,16 +407,26 @@ def test_the_law_fails(planted, options, law, tmp_path):
             return planted(planted.Config(dim=self.dim, num_heads=num_heads, **options))
 
     (method,) = [name for name in dir(Planted) if name.startswith(f"test_{law}")]
-    with pytest.raises(FAILURES.get(law, AssertionError)):
-        getattr(Planted(), method)(*[tmp_path] * (law == "law_13"))
+    with pytest.raises(FAILURES.get(law, AssertionError)) as failure:
+        getattr(Planted(), method)(*[tmp_path] * (law == "saved"))
+    assert law in FAILURES or re.search(LIMIT, str(failure.value)), "what was compared, and the limit"
+    broken = AttentionContract.law_of(method)
+    where = re.escape(f"law '{broken}': {broken.asks}\nbroken by {planted.name}(dim=16, num_heads=")
+    note = failure.value.__notes__[0]
+    assert re.match(rf"{where}.*\) with inputs of D=16: B=., T=\d.* in torch\.(b?)float", note)
+    assert all(f" {name}={value}" in note for name, value in options.items())
 
 
-LAWS = [name for name in dir(AttentionContract) if name.startswith("test_law_") and not name.endswith("inductor")]
+TESTS = [name for name in dir(AttentionContract) if AttentionContract.law_of(name) and not name.endswith("inductor")]
 
 
-@pytest.mark.parametrize("method", LAWS)
+def test_every_law_is_tested():
+    assert {AttentionContract.law_of(name) for name in TESTS} == set(Law)
+
+
+@pytest.mark.parametrize("method", TESTS)
 def test_a_mechanism_is_not_judged_by_a_law_that_it_is_exempt_from(method, tmp_path):
-    law = int(re.match(r"test_law_(\d+)", method)[1])
+    law = AttentionContract.law_of(method)
 
     class Exempt(Full):
         def exemptions(self):
@@ -348,8 +436,21 @@ def test_a_mechanism_is_not_judged_by_a_law_that_it_is_exempt_from(method, tmp_p
         def new(self, num_heads):
             return Exempt(Exempt.Config(dim=self.dim, num_heads=num_heads))
 
-    with pytest.raises(pytest.skip.Exception, match=f"law {law}: declared"):
-        getattr(Judged(), method)(*[tmp_path] * (law == 13))
+    with pytest.raises(pytest.skip.Exception, match=f"law '{law}': declared"):
+        getattr(Judged(), method)(*[tmp_path] * (law is Law.SAVED))
+
+
+@pytest.mark.parametrize("planted", [Full, Halving, Linear])
+@pytest.mark.parametrize("says", ["linear", "T log T", "quadratic"])
+def test_orders_of_costs_are_told_apart(planted, says):
+    class Judged(AttentionContract):
+        def new(self, num_heads):
+            own = type("Own", (planted,), {"cost_order": says})
+            return own(planted.Config(dim=self.dim, num_heads=num_heads))
+
+    right = {Full: "quadratic", Halving: "T log T", Linear: "linear"}[planted] == says
+    with contextlib.nullcontext() if right else pytest.raises(AssertionError, match=f"cost_order='{says}' allows"):
+        Judged().test_cost_grows_as_the_class_says()
 
 
 def test_a_state_that_is_read_a_bit_off_fails_the_law_of_saving(tmp_path, monkeypatch):
@@ -359,7 +460,7 @@ def test_a_state_that_is_read_a_bit_off_fails_the_law_of_saving(tmp_path, monkey
     load = State.load
     monkeypatch.setattr(State, "load", lambda *args, **kwargs: load(*args, **kwargs).map(next_number))
     with pytest.raises(AssertionError, match="lse"):
-        Judged().test_law_13_weights_and_state_survive_saving(tmp_path)
+        Judged().test_saved_weights_and_state_are_the_same(tmp_path)
 
 
 def next_number(x: Tensor) -> Tensor:
@@ -389,6 +490,6 @@ def test_a_wrong_equation_on_either_side_fails_the_oracle(wrong):
         def oracle(self, layer, x_TD):
             return test_gla.TestGla.oracle(self, layer, -x_TD if wrong == "oracle" else x_TD)
 
-    Judged().test_law_02_forward_is_weights_times_values_with_every_gradient()
+    Judged().test_definition_is_what_forward_computes_with_every_gradient()
     with pytest.raises(AssertionError, match="the oracle"):
         Judged().test_the_oracle_agrees()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention.divided import check_divided
+from subquad.attention.laws import OF_STATES, Law
 from subquad.attention.past import IN_PLACE, InPlace, Literal, Past, Whole
 from subquad.attention.refusals import refusal
 from subquad.attention.sharing import check_part, check_shared
@@ -31,25 +32,6 @@ from subquad.parallel.counted import bytes_sent
 from subquad.state import State
 
 Form = OneOf["causal", "bidirectional"]
-LAWS = {
-    1: "weights are causal, and the rows of a distribution sum to one",
-    2: "outputs and every gradient are those of weights times values",
-    3: "any split of the sequence gives the same result",
-    4: "one token at a time gives the same result",
-    5: "the state stops growing, or the class says that it grows",
-    6: "operations and memory grow as the class says",
-    7: "block sizes change nothing, and any number of tokens works",
-    8: "padding anywhere is neither seen nor counted",
-    9: "no bit of an output depends on a later token",
-    10: "a batch gives what its rows give alone",
-    11: "each backend and dtype stays in the error budget, under autocast too",
-    12: "torch.compile takes it whole and changes nothing",
-    13: "weights and state survive saving",
-    14: "long inputs in half precision are finite, with their gradients",
-    15: "documents packed into a row are as if each were alone",
-}
-"""One line per law of the contract, which `subquad.testing.AttentionContract` tests."""
-
 
 P = ParamSpec("P")
 SelfT = TypeVar("SelfT", bound="Attention")
@@ -107,7 +89,7 @@ class Attention(nn.Module):
     """What a token sees, in one line for tables."""
     paper: ClassVar[str]
     """Author, year, arXiv number and section."""
-    cost_order: ClassVar[OneOf["linear", "quadratic"]] = "linear"
+    cost_order: ClassVar[OneOf["linear", "T log T", "quadratic"]] = "linear"
     """Growth of the cost with T."""
     state_grows: ClassVar[bool] = False
     """Whether the state keeps growing with the tokens read."""
@@ -340,12 +322,12 @@ class Attention(nn.Module):
         """Probability of dropout on the weights: 0 in evaluation mode."""
         return self.config.dropout if self.training else 0.0
 
-    def exemptions(self) -> dict[int, str]:
+    def exemptions(self) -> dict[Law, str]:
         """Return the laws of the contract that don't apply to this layer, each with its reason."""
         if self.causal:
             return {}
         whole = "bidirectional: reads whole sequences and keeps no state"
-        return {3: whole, 4: whole, 5: whole, 9: "bidirectional: a token sees later ones"}
+        return dict.fromkeys(OF_STATES, whole) | {Law.NO_FUTURE: "bidirectional: a token sees later ones"}
 
     def notice_length(self, tokens: int) -> None:
         """Log what the layer has to say of a sequence of `tokens` tokens; most have nothing to say."""

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention.base import Attention, join, split, takes_options
+from subquad.attention.laws import Law
 from subquad.attention.memories.all_keys import AllKeys, attend_few, shares
 from subquad.attention.memories.recurrence import Recurrence
 from subquad.attention.memories.running_softmax import widened
@@ -177,9 +178,9 @@ class Luna(Attention):
         q_BHTK, k_BHLK, _ = self.unpack_inputs(x_BTD, join(pack_BGLT @ v_BGTK))
         return (shares(q_BHTK, k_BHLK)[:, :, None] @ pack_BGLT[:, None]).flatten(1, 2)
 
-    def exemptions(self) -> dict[int, str]:
+    def exemptions(self) -> dict[Law, str]:
         """Return the exempt laws: the bidirectional form changes the memory that it hands on."""
-        memory = {} if self.causal else {15: "bidirectional: each sequence hands on a memory of its own"}
+        memory = {} if self.causal else {Law.DOCUMENTS: "bidirectional: each sequence hands on a memory of its own"}
         return super().exemptions() | memory
 
     def adopt(self, handed: Tensor | None) -> Tensor | None:

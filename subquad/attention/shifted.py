@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from subquad.attention.base import Attention, takes_options
+from subquad.attention.laws import OF_STATES, Law
 from subquad.attention.memories.key_values import KeyValues, Sight
 from subquad.attention.parts import SoftmaxConfig, add_softmax_projections, softmax_heads, softmax_over
 from subquad.attention.past import Past
@@ -66,13 +67,15 @@ class Shifted(Attention):
         self.sight = Sight(((own,), (moved,)))
         self.causal = not config.wrap
 
-    def exemptions(self) -> dict[int, str]:
+    def exemptions(self) -> dict[Law, str]:
         """Return the laws that wrap=True breaks: it is not causal."""
         if self.causal:
             return {}
         leak = "wrap=True leaks the last tokens to the first ones, as published"
         whole = "wrap=True takes whole groups without padding only"
-        return {3: leak, 4: leak, 5: leak, 7: whole, 8: whole, 9: leak, 15: whole}
+        return dict.fromkeys((*OF_STATES, Law.NO_FUTURE), leak) | dict.fromkeys(
+            (Law.BLOCK_SIZES, Law.PADDING, Law.DOCUMENTS), whole
+        )
 
     def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
         """Read the keys in sight; with wrap=True the last half of the heads is rolled before and rolled back after."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 import textwrap
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from rich.text import Text
 
 from subquad.attention import build, mechanism, names
-from subquad.attention.base import LAWS
+from subquad.attention.laws import Law
 from subquad.cli.arguments import Parser, in_yaml
 from subquad.cli.tables import console, print_table
 from subquad.config import suggest
@@ -25,15 +25,17 @@ from subquad.recipes import recipe_path, recipes
 
 CELL = 16
 """Columns of a type, cost or state, which are wrapped beyond."""
+OPTIONS = 32
+"""Columns of a form by option, which is wrapped beyond."""
 HEADERS = ("name", "what a token sees", "form", "cost in T", "state", "paper")
 SPARE = ("paper", "form", "cost in T", "state")
 LAW_HEADERS = ("name", "form", "laws that hold")
-OPTION_HEADERS = ("form by option", "laws in make test", "laws in make test-long", "test")
+OPTION_HEADERS = ("form by option", "laws in make test", "test")
 TESTS = Path(__file__).parents[2] / "tests" / "attention"
 """Contract tests of the repository, which an installed package lacks."""
 TRIED = (
-    "`make test` tests each law that holds on the causal and bidirectional forms (laws 6, 12 and 14 on one of them; "
-    "law 12 by `aot_eager` on one mechanism of each engine, law 14 in float16). With other options it tests the "
+    "`make test` tests each law that holds on the causal and bidirectional forms (cost, compiled and long on one of "
+    "them; compiled by `aot_eager` on one mechanism of each engine, long in float16). With other options it tests the "
     "laws that they can break; `make test-long` tests the rest"
 )
 STATE_OF = {"dim": 256, "num_heads": 4}
@@ -59,15 +61,14 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     if chosen.laws:
         table, reasons = _law_rows()
-        laws = [(str(law), text) for law, text in LAWS.items()]
+        laws = [(law.value, law.asks) for law in Law]
         print_table("", ("law", "what it asks for"), laws, text="what it asks for")
-        print_table("", LAW_HEADERS, table, justify="left")
+        print_table("", LAW_HEADERS, table, text="laws that hold", justify="left")
         console().print(Text("\n".join(reasons)))
         by_option = list(_option_rows())
         console().print(Text(f"\n{TRIED}{':' if by_option else ' (tests/attention in the repository).'}"))
         if by_option:
-            spare = ("test", "laws in make test-long")
-            print_table("", OPTION_HEADERS, by_option, spare=spare, text="form by option", justify="left")
+            print_table("", OPTION_HEADERS, by_option, spare=("test",), text="laws in make test", justify="left")
     elif chosen.markdown:
         sys.stdout.write(markdown() + "\n")
     elif chosen.name is not None:
@@ -152,7 +153,7 @@ def _size(number: int) -> str:
 def _law_rows() -> tuple[list[tuple[str, ...]], list[str]]:
     """Return a row for each form under `LAW_HEADERS`, and the reasons why laws do not apply."""
     table: list[tuple[str, ...]] = []
-    reasons: dict[tuple[str, str], list[int]] = {}
+    reasons: dict[tuple[str, str], set[Law]] = {}
     for name in names():
         cls = mechanism(name)
         cases: list[tuple[str, dict[str, Any]]] = [(which, {"causal": which == "causal"}) for which in cls.forms]
@@ -163,22 +164,28 @@ def _law_rows() -> tuple[list[tuple[str, ...]], list[str]]:
                 exempt = build(name, **STATE_OF, **chosen).exemptions()
             table.append((name, which, _kept(exempt)))
             for law, reason in exempt.items():
-                reasons.setdefault((which if which == "bidirectional" else f"{name}, {which}", reason), []).append(law)
+                reasons.setdefault((which if which == "bidirectional" else f"{name}, {which}", reason), set()).add(law)
     for stack in STACKS.values():
         for which in stack.forms:
             table.append((stack.name, which, _kept(dict(stack.exemptions))))
             for law, reason in stack.exemptions:
-                reasons.setdefault(("stacks" if law == 1 else which, reason), []).append(law)
+                every = all((law, reason) in other.exemptions for other in STACKS.values())
+                whose = "stacks" if every else which if which == "bidirectional" else stack.name
+                reasons.setdefault((whose, reason), set()).add(law)
     lines = []
     for (whose, reason), laws in sorted(reasons.items()):
-        numbers = [str(law) for law in sorted(set(laws))]
-        lines.append(f"{whose}, law{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}: {reason}")
+        lines.append(f"{whose}, {_in_order(laws)}: {reason}")
     return table, lines
 
 
-def _kept(exempt: Container[int]) -> str:
-    """Return the numbers of the laws in columns, with `-` for those in `exempt`."""
-    return " ".join("-".rjust(len(str(law))) if law in exempt else str(law) for law in LAWS)
+def _kept(exempt: Collection[Law]) -> str:
+    """Return `all`, or all but those in `exempt`."""
+    return f"all but {_in_order(exempt)}" if exempt else "all"
+
+
+def _in_order(laws: Collection[Law]) -> str:
+    """Return the names of the laws in the order of their list."""
+    return ", ".join(law for law in Law if law in laws)
 
 
 def _option_rows() -> Iterator[tuple[str, ...]]:
@@ -189,12 +196,10 @@ def _option_rows() -> Iterator[tuple[str, ...]]:
                 continue
             given = {ast.unparse(line.targets[0]): line.value for line in node.body if isinstance(line, ast.Assign)}
             if "laws" in given:
-                name, chosen, laws = (ast.literal_eval(given[key]) for key in ("name", "options", "laws"))
-                with torch.device("meta"):
-                    exempt = build(name, dim=16, num_heads=2, **chosen).exemptions()
-                rest = [law for law in LAWS if law not in exempt and law not in laws]
+                name, chosen = (ast.literal_eval(given[key]) for key in ("name", "options"))
+                laws = [Law[node.attr] for node in ast.walk(given["laws"]) if isinstance(node, ast.Attribute)]
                 shown = ", ".join(f"{key}={value}" for key, value in chosen.items())
-                yield f"{name}: {shown}", " ".join(map(str, laws)), " ".join(map(str, rest)), node.name
+                yield textwrap.fill(f"{name}: {shown}", OPTIONS), _in_order(laws), node.name
 
 
 def markdown() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from subquad.attention.laws import OF_STATES, Law
 from subquad.config import Config
 from subquad.models.config import DecoderConfig, check_choices
 
@@ -175,7 +176,7 @@ class Stack:
     """How the state grows with the tokens read."""
     options: type[StackOptions]
     """Class of its options, which stand in `options.NAME`."""
-    exemptions: tuple[tuple[int, str], ...]
+    exemptions: tuple[tuple[Law, str], ...]
     """Laws of the contract that do not apply, with reasons; tests/models checks the others."""
     cost_note: str = ""
     """Sentence below a table of costs that includes it."""
@@ -183,14 +184,14 @@ class Stack:
 
 NO_MATRIX = "a stack of layers has no one matrix of weights"
 WHOLE = "bidirectional: reads whole sequences and keeps no state"
+NO_RINGS = "its state has no rings"
+ALL_PARTS = "the latents are all in the last part and read a history from all parts"
 ONE_DOCUMENT = "a row's latents read one document: it takes no packed ones"
 BIDIRECTIONAL = (
-    (1, NO_MATRIX),
-    (3, WHOLE),
-    (4, WHOLE),
-    (5, WHOLE),
-    (9, "bidirectional: a token sees later ones"),
-    (15, ONE_DOCUMENT),
+    (Law.WEIGHTS, NO_MATRIX),
+    *((law, WHOLE) for law in OF_STATES),
+    (Law.NO_FUTURE, "bidirectional: a token sees later ones"),
+    (Law.DOCUMENTS, ONE_DOCUMENT),
 )
 
 DECODERS_OWN = (
@@ -220,7 +221,12 @@ STACKS: dict[str, Stack] = {
             cost_order="linear (history=self: quadratic)",
             state="constant with history_tokens, else grows",
             options=PerceiverAROptions,
-            exemptions=((1, NO_MATRIX), (15, ONE_DOCUMENT)),
+            exemptions=(
+                (Law.WEIGHTS, NO_MATRIX),
+                (Law.DOCUMENTS, ONE_DOCUMENT),
+                (Law.IN_PLACE, NO_RINGS),
+                (Law.RANKS, ALL_PARTS),
+            ),
             cost_note="perceiver_ar's state is small because exact decoding (decode=exact) computes its latents anew "
             "at each token.",
         ),

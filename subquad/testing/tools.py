@@ -10,9 +10,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from subquad.attention import Attention
 from subquad.ops.chunks import block_sizes as block_sizes
+from subquad.state import State
 
+Compare = Callable[[Tensor, Tensor, str], None]
 LINEAR_GROWTH = 2.2
 """Largest ratio of the costs at 2T and T tokens that counts as linear."""
+# If T tokens cost a + b T + c T log2 T, those after 2T up to 4T cost 2 + 2 c / (b + c (2 + log2 T)) times as much as
+# those after T up to 2T. From T = 1024 on that is 2 for linear costs, and 2.02 to 2.17 for T log T unless b > 88 c.
+# Quadratic costs come near 4. Totals at two lengths would not tell: those of T log T are 2.18 times as much, those of
+# a window of 512 tokens 2.14 times, since its first tokens see fewer.
+GROWTH: dict[str, tuple[float, float]] = {"linear": (0.0, 2.02), "T log T": (2.02, 2.25), "quadratic": (3.0, 4.04)}
+"""Least and largest ratio of two costs for each order: of tokens 2049 to 4096, and of tokens 1025 to 2048."""
 LOW_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -26,6 +34,21 @@ def assert_same_maths(actual: Tensor, expected: Tensor, what: str = "") -> None:
     if actual.dtype != torch.float64 or expected.dtype != torch.float64:
         raise TypeError(f"assert_same_maths compares float64, got {actual.dtype} and {expected.dtype}")
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}")
+
+
+def assert_same_state(actual: State, expected: State, compare: Compare, what: str) -> None:
+    """Assert that both states have the same entries: numbers and integers exactly, other tensors by `compare`."""
+    assert actual.config_hash == expected.config_hash, f"{what}: of another configuration"
+    names = sorted(actual.entries), sorted(expected.entries)
+    assert names[0] == names[1], f"{what}: entries {names[0]}, expected {names[1]}"
+    for name, entry in expected.entries.items():
+        own, where = actual.entries[name], f"{what}, entry {name!r}"
+        if isinstance(entry, State):
+            assert_same_state(actual.child(name), entry, compare, where)
+        elif isinstance(entry, Tensor) and entry.is_floating_point():
+            compare(actual.tensor(name), entry, where)
+        else:
+            assert_exact(torch.as_tensor(own), torch.as_tensor(entry), where)
 
 
 def assert_in_budget(actual: Tensor, plain: Tensor, exact: Tensor, dtype: torch.dtype, what: str = "") -> None:
@@ -79,11 +102,14 @@ def sharpened(layer: Attention, factor: float) -> Attention:
     return layer
 
 
-def with_gradients(layer: Attention, f: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Tensor]:
-    """Return `f(x)` and the gradients of a fixed random projection of it with respect to x and every parameter."""
+def with_gradients(
+    layer: Attention, f: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Return `f(x)` and the gradients of its sum weighted by `weight` (None: random) by x and every parameter."""
     leaf = x.clone().requires_grad_()
     parameters = dict(layer.named_parameters())
     y = f(leaf)
-    weight = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(y.dtype)
+    if weight is None:
+        weight = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(y.dtype)
     gradients = torch.autograd.grad((y * weight).sum(), [leaf, *parameters.values()], materialize_grads=True)
     return {"output": y.detach(), **{f"gradient of {n}": g for n, g in zip(["x", *parameters], gradients, strict=True)}}

@@ -19,15 +19,17 @@ from hypothesis import strategies as st
 
 import subquad.attention
 from subquad.attention import Attention, build, mechanism, names
+from subquad.attention.laws import Law
 from subquad.attention.parts import SoftmaxConfig
 from subquad.ops import documents
 from subquad.ops.counting import first_replaced
 from subquad.testing import AttentionContract, assert_exact, assert_same_maths, largest_allocation
-from subquad.testing.tools import LINEAR_GROWTH
+from subquad.testing.tools import GROWTH, LINEAR_GROWTH
 
 FOLDER = Path(subquad.attention.__file__).parent
 SHARED = {
-    "base", "branches", "conversions", "divided", "memories", "parts", "past", "recurrent", "refusals", "sharing",
+    "base", "branches", "conversions", "divided", "laws", "memories", "parts", "past", "recurrent", "refusals",
+    "sharing",
 }  # fmt: skip
 TESTS = Path(__file__).parent
 NAMES = names()
@@ -101,14 +103,14 @@ def test_every_contract_test_is_of_a_mechanism():
 @each
 @pytest.mark.parametrize("default", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["default", "options"])
 def test_the_cost_is_that_of_the_layer(name, default):
-    """Law 6 counts the operations of forms by option, law 5 their states."""
+    """The contract counts the operations and the states of forms by option."""
     # Scores make all its weights.
     scored = issubclass(mechanism(name).Config, SoftmaxConfig) and name != "latte_macchiato"
     for contract in contracts_of(name):
         if has_all_laws(contract) != default:
             continue
         layer = contract.make(torch.float32)
-        n = 48 if 7 in layer.exemptions() else 37  # whole groups
+        n = 48 if Law.BLOCK_SIZES in layer.exemptions() else 37  # whole groups
         x, cost = contract.inputs(n, 1, torch.float32), layer.cost(n)
         assert cost.tokens == n
         assert cost.parameters == sum(p.numel() for p in layer.parameters())
@@ -126,7 +128,7 @@ def test_every_mechanism_says_what_it_is_and_where_it_is_from(name):
     assert vars(cls)["summary"]
     assert "\n" not in cls.summary
     assert re.search(r"\d{4}, (arXiv:\d{4}\.\d{4,5}|github\.com/)", vars(cls)["paper"]), "author, year, where"
-    assert cls.cost_order in ("linear", "quadratic")
+    assert cls.cost_order in GROWTH
     assert inspect.getdoc(cls)
     assert "y_t = " in (inspect.getmodule(cls).__doc__ or ""), "the equation comes first"
 

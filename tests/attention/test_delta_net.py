@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from subquad import attention
+from subquad.attention.laws import Law
 from subquad.testing import AttentionContract, assert_same_maths
 from tests.attention.kept import kept
 from tests.attention.oracles import delta_rule
@@ -19,7 +20,7 @@ class TestDeltaNetWithNegativeEigenvalues(TestDeltaNet):
 
     name = "delta_net"
     options = {"beta_range": 2, "convolution": 1}
-    laws = (2, 3, 9, 14)
+    laws = (Law.DEFINITION, Law.SPLIT, Law.NO_FUTURE, Law.LONG, Law.RANKS)
 
 
 def test_weights_are_products_of_transitions():

@@ -5,6 +5,7 @@ import torch
 
 from subquad.attention import build
 from subquad.attention.elita import INIT, _warn_beyond
+from subquad.attention.laws import Law
 from subquad.testing import AttentionContract, assert_exact
 from tests.attention.oracles import agrees, heads
 
@@ -53,7 +54,10 @@ class TestElitaOnTheDiagonal(TestElita):
 
     name = "elita"
     options = {"horizon": 40, "self_term": "diagonal"}
-    laws = (1, 2, 3, 4, 5, 7, 8, 9, 11, 15)
+    laws = (
+        Law.WEIGHTS, Law.DEFINITION, Law.SPLIT, Law.TOKEN_BY_TOKEN, Law.STATE_SIZE, Law.BLOCK_SIZES, Law.PADDING,
+        Law.NO_FUTURE, Law.PRECISION, Law.DOCUMENTS, Law.RANKS,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [

@@ -1,3 +1,4 @@
+from subquad.attention.laws import Law
 from tests.attention.oracles import SoftmaxContract, agrees
 
 
@@ -13,7 +14,7 @@ class TestFullWithSharedHeads(TestFull):
 
     name = "full"
     options = {"num_kv_heads": 1, "rope": True, "bias": True}
-    laws = (2, 3, 4, 8, 15)
+    laws = (Law.DEFINITION, Law.SPLIT, Law.TOKEN_BY_TOKEN, Law.PADDING, Law.DOCUMENTS, Law.IN_PLACE, Law.RANKS)
 
 
 class TestFullWithAnOutputGate(TestFull):
@@ -21,7 +22,10 @@ class TestFullWithAnOutputGate(TestFull):
 
     name = "full"
     options = {"output_gate": True, "num_kv_heads": 1, "rope": True, "rope_fraction": 0.5}
-    laws = (2, 3, 4, 8, 11, 15)
+    laws = (
+        Law.DEFINITION, Law.SPLIT, Law.TOKEN_BY_TOKEN, Law.PADDING, Law.PRECISION, Law.DOCUMENTS, Law.IN_PLACE,
+        Law.RANKS,
+    )  # fmt: skip
 
 
 class TestFullBidirectional(TestFull):

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from subquad import attention
+from subquad.attention.laws import Law
 from subquad.testing import AttentionContract, assert_same_maths
 from tests.attention.kept import kept
 from tests.attention.oracles import delta_rule, silu, softplus
@@ -25,7 +26,7 @@ class TestGatedDeltaNetWithKeyHeads(TestGatedDeltaNet):
     name = "gated_delta_net"
     num_heads, fewest_heads = 4, 2
     options = {"num_key_heads": 2, "key_channels": 5, "value_channels": 3, "convolution": 2}
-    laws = (2, 3, 4, 8, 11, 15)
+    laws = (Law.DEFINITION, Law.SPLIT, Law.TOKEN_BY_TOKEN, Law.PADDING, Law.PRECISION, Law.DOCUMENTS, Law.RANKS)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@ import math
 import torch
 
 from subquad.attention import build, hgrn2
+from subquad.attention.laws import Law
 from subquad.models import Decoder, DecoderConfig
 from subquad.testing import AttentionContract, assert_exact
 from tests.attention.kept import kept
@@ -26,7 +27,10 @@ class TestHgrn2InAHigherLayer(TestHgrn2):
 
     name = "hgrn2"
     options = {"value_channels": 5}
-    laws = (2, 3, 4, 8, 9, 11, 14, 15)
+    laws = (
+        Law.DEFINITION, Law.SPLIT, Law.TOKEN_BY_TOKEN, Law.PADDING, Law.NO_FUTURE, Law.PRECISION, Law.LONG,
+        Law.DOCUMENTS, Law.RANKS,
+    )  # fmt: skip
 
     def new(self, num_heads):
         layer = super().new(num_heads)

@@ -1,4 +1,4 @@
-"""Law 11 on the backend of GPUs: the Triton kernels, in their interpreter on a CPU."""
+"""The law of precision on the backend of GPUs: the Triton kernels, in their interpreter on a CPU."""
 
 import pytest
 import torch

@@ -3,6 +3,7 @@ import torch
 
 from subquad import attention
 from subquad.attention.base import split
+from subquad.attention.laws import Law
 from subquad.testing import AttentionContract, assert_exact, assert_same_maths
 from tests.attention.oracles import attend, heads, projected
 
@@ -35,7 +36,7 @@ class TestLatteMacchiatoOfSharedHeads(TestLatteMacchiato):
 
     name = "latte_macchiato"
     options = {"num_latents": 6, "width": 7, "num_kv_heads": 1, "rope": False}
-    laws = (2, 3, 4, 8, 15)
+    laws = (Law.DEFINITION, Law.SPLIT, Law.TOKEN_BY_TOKEN, Law.PADDING, Law.DOCUMENTS, Law.RANKS)
 
 
 class TestLatteMacchiatoWithoutItsWindow(TestLatteMacchiato):
@@ -43,7 +44,7 @@ class TestLatteMacchiatoWithoutItsWindow(TestLatteMacchiato):
 
     name = "latte_macchiato"
     options = {"num_latents": 6, "width": 7}
-    laws = (1, 2, 3, 11)
+    laws = (Law.WEIGHTS, Law.DEFINITION, Law.SPLIT, Law.PRECISION, Law.RANKS)
     branch = "window"
 
     def new(self, num_heads):

@@ -2,6 +2,7 @@ import torch
 
 from subquad import attention
 from subquad.attention.base import split
+from subquad.attention.laws import Law
 from subquad.layers.positions import rotate
 from subquad.models import Decoder, DecoderConfig
 from subquad.testing import AttentionContract, assert_same_maths
@@ -41,7 +42,7 @@ class TestLinearAsADistribution(TestLinear):
 
     name = "linear"
     options = {"feature_map": "softmax", "eps": 0.0}
-    laws = (1, 2, 9, 11, 14)
+    laws = (Law.WEIGHTS, Law.DEFINITION, Law.NO_FUTURE, Law.PRECISION, Law.LONG)
 
 
 class TestLinearWithLearnedFeatures(TestLinear):
@@ -49,7 +50,10 @@ class TestLinearWithLearnedFeatures(TestLinear):
 
     name = "linear"
     options = {"feature_map": "learned", "rotary": True}
-    laws = (2, 3, 4, 8, 9, 11, 15)
+    laws = (
+        Law.DEFINITION, Law.SPLIT, Law.TOKEN_BY_TOKEN, Law.PADDING, Law.NO_FUTURE, Law.PRECISION, Law.DOCUMENTS,
+        Law.RANKS,
+    )  # fmt: skip
 
     def new(self, num_heads):
         layer = super().new(num_heads)
@@ -64,7 +68,7 @@ class TestLinearWithLearnedFeaturesBidirectional(TestLinear):
 
     name = "linear"
     options = {"feature_map": "learned", "feature_dim": 5, "causal": False, "eps": 0.0}
-    laws = (1, 2, 8, 11)
+    laws = (Law.WEIGHTS, Law.DEFINITION, Law.PADDING, Law.PRECISION)
 
 
 class TestLinearBidirectional(TestLinear):

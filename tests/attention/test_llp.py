@@ -1,6 +1,7 @@
 import torch
 
 from subquad.attention import build
+from subquad.attention.laws import Law
 from tests.attention.oracles import SoftmaxContract, agrees
 
 
@@ -22,7 +23,10 @@ class TestLlpWithShiftedHeads(TestLlp):
 
     name = "llp"
     options = {"segment": 16, "shifted_heads": True, "num_kv_heads": 1}
-    laws = (1, 2, 3, 4, 5, 8, 9, 15)
+    laws = (
+        Law.WEIGHTS, Law.DEFINITION, Law.SPLIT, Law.TOKEN_BY_TOKEN, Law.STATE_SIZE, Law.PADDING, Law.NO_FUTURE,
+        Law.DOCUMENTS, Law.IN_PLACE, Law.RANKS,
+    )  # fmt: skip
     fewest_heads = 2
 
 
@@ -36,7 +40,10 @@ class TestLlpWithSinks(TestLlp):
 
     name = "llp"
     options = {"segment": 8, "sinks": 5}
-    laws = (1, 2, 3, 4, 5, 8, 9, 13, 15)
+    laws = (
+        Law.WEIGHTS, Law.DEFINITION, Law.SPLIT, Law.TOKEN_BY_TOKEN, Law.STATE_SIZE, Law.PADDING, Law.NO_FUTURE,
+        Law.SAVED, Law.DOCUMENTS, Law.IN_PLACE, Law.RANKS,
+    )  # fmt: skip
 
 
 class TestLlpWithSinksOfEachKind(TestLlp):
@@ -44,7 +51,10 @@ class TestLlpWithSinksOfEachKind(TestLlp):
 
     name = "llp"
     options = {"segment": 8, "shifted_heads": True, "sinks": 5, "learned_sink": True, "num_kv_heads": 1, "rope": True}
-    laws = (1, 2, 3, 4, 5, 8, 9, 11, 13, 15)
+    laws = (
+        Law.WEIGHTS, Law.DEFINITION, Law.SPLIT, Law.TOKEN_BY_TOKEN, Law.STATE_SIZE, Law.PADDING, Law.NO_FUTURE,
+        Law.PRECISION, Law.SAVED, Law.DOCUMENTS, Law.IN_PLACE, Law.RANKS,
+    )  # fmt: skip
     fewest_heads = 2
 
     def new(self, num_heads):

@@ -1,6 +1,7 @@
 import torch
 
 from subquad.attention import build
+from subquad.attention.laws import Law
 from subquad.testing import AttentionContract
 from tests.attention.oracles import attend, projected, standardised
 
@@ -37,7 +38,10 @@ class TestLlpPrintedByTheEquations(TestLlpPrinted):
         "segment": 16, "first_block_projections": True, "shared_kv": False, "key_norm": False, "split_output": False,
         "rope": True, "num_kv_heads": 1,
     }  # fmt: skip
-    laws = (1, 2, 3, 4, 5, 8, 9, 13, 15)
+    laws = (
+        Law.WEIGHTS, Law.DEFINITION, Law.SPLIT, Law.TOKEN_BY_TOKEN, Law.STATE_SIZE, Law.PADDING, Law.NO_FUTURE,
+        Law.SAVED, Law.DOCUMENTS, Law.RANKS,
+    )  # fmt: skip
 
 
 def test_an_unfinished_first_block_keeps_its_own_keys_and_values_too():

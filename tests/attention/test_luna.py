@@ -165,3 +165,11 @@ def test_packed_documents_have_the_memory_of_their_row():
         assert_same_maths(y[1:], layer(x[1:], given(layer, memory[1:]))[0])
     with pytest.raises(ValueError, match="hands on a memory of each sequence and takes no packed documents"):
         make(causal=False)(x, doc_ids=ids)
+
+
+def test_ranks_share_a_sequence_where_keys_and_values_are_not_tied():
+    class Own(TestLuna):
+        options = {"memory_tokens": 5, "tied": False}
+
+    Own().test_ranks_compute_what_one_process_does()
+    Own().test_ranks_send_what_communication_says()

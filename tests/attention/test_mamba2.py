@@ -3,6 +3,7 @@ import torch
 from torch.nn import functional as F
 
 from subquad.attention import build
+from subquad.attention.laws import Law
 from subquad.attention.past import Past
 from subquad.testing import AttentionContract, assert_exact, assert_same_maths
 from tests.attention.kept import kept
@@ -57,7 +58,7 @@ class TestMamba2WithGroups(TestMamba2):
     num_heads = 4
     fewest_heads = 2
     options = {"groups": 2, "state_channels": 6, "expand": 3, "convolution": 2, "step_limits": (0.01, 0.05)}
-    laws = (2, 3, 4, 8, 11, 15)
+    laws = (Law.DEFINITION, Law.SPLIT, Law.TOKEN_BY_TOKEN, Law.PADDING, Law.PRECISION, Law.DOCUMENTS, Law.RANKS)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

@@ -1,6 +1,7 @@
 import torch
 
 from subquad.attention import build
+from subquad.attention.laws import Law
 from subquad.testing import AttentionContract, assert_exact
 from tests.attention.oracles import agrees, heads, softplus, standardised
 
@@ -39,10 +40,13 @@ class TestMlstmWithLargeGates(TestMlstm):
     name = "mlstm"
     options = {}
     gates = 100.0
-    laws = (2, 3, 4, 7, 8, 9, 15)
+    laws = (
+        Law.DEFINITION, Law.SPLIT, Law.TOKEN_BY_TOKEN, Law.BLOCK_SIZES, Law.PADDING, Law.NO_FUTURE, Law.DOCUMENTS,
+        Law.RANKS,
+    )  # fmt: skip
     # Almost all weight is on one token, and the definition divides its q . k by itself; a state must sum both apart.
-    test_law_11_each_backend_and_dtype_stays_in_budget = None
-    test_law_11_autocast_stays_in_budget = None
+    test_precision_of_each_backend_and_dtype_stays_in_budget = None
+    test_precision_under_autocast_stays_in_budget = None
 
     def new(self, num_heads):
         layer = super().new(num_heads)
@@ -57,7 +61,7 @@ class TestMlstmWithHugeGates(TestMlstmWithLargeGates):
     name = "mlstm"
     options = {}
     gates = 1e4
-    laws = (2, 3, 9, 14)
+    laws = (Law.DEFINITION, Law.SPLIT, Law.NO_FUTURE, Law.LONG, Law.RANKS)
 
     def outputs(self, q_TK, k_TK, v_TV, log_i_T, log_f_T):
         """As sums over s, both sides of the fraction divided by exp(m), which float64 does not hold."""

@@ -11,7 +11,7 @@ from subquad.attention.past import Converted, Literal, Past, Whole, from_earlier
 from subquad.parallel import context_parallel
 from subquad.state import State
 from subquad.testing import assert_exact, assert_same_maths
-from tests.parallel.ranks import on_ranks
+from subquad.testing.ranks import on_ranks
 
 SIZES = {"dim": 16, "num_heads": 2}
 
@@ -90,10 +90,11 @@ def memories(part):
     return [
         RunningSoftmax(logits, v), Recurrence(k, v), Recurrence(k, v, log_f), Recurrence(unit, v, log_f, beta),
         Recurrence(k, v, log_g=-draw(1, 2, 12, 4, seed=4)[:, :, part].abs()),
+        Recurrence(k, v, normalise=True), Recurrence(k, v, log_f, normalise=True),
     ]  # fmt: skip
 
 
-QUERIES = (5, 3, 3, 3, 3)
+QUERIES = (5, 3, 3, 3, 3, 3, 3)
 
 
 def test_decays_of_the_values_are_read_as_they_are_defined():
@@ -129,7 +130,7 @@ def test_memories_of_earlier_ranks_come_merged_in_one_exchange(ranks):
         return found, of_all, len(exchanges) - of_all
 
     for rank, (found, of_all, of_one) in enumerate(on_ranks(ranks, work)):
-        assert of_all == of_one, "five memories take as many exchanges as one"
+        assert of_all == of_one, "all memories take as many exchanges as one"
         assert of_all or ranks == 1
         if rank == 0:
             continue  # there is nothing before it

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from subquad.attention import after_step, build, performer
+from subquad.attention.laws import Law
 from subquad.attention.performer import orthogonal_directions
 from subquad.testing import AttentionContract, assert_same_maths, sharpened
 from tests.attention.oracles import agrees, heads
@@ -48,7 +49,10 @@ class TestPerformerRelu(TestPerformer):
 
     name = "performer"
     options = {"kernel": "relu"}
-    laws = (1, 2, 3, 4, 5, 8, 9, 11, 14, 15)
+    laws = (
+        Law.WEIGHTS, Law.DEFINITION, Law.SPLIT, Law.TOKEN_BY_TOKEN, Law.STATE_SIZE, Law.PADDING, Law.NO_FUTURE,
+        Law.PRECISION, Law.LONG, Law.DOCUMENTS, Law.RANKS,
+    )  # fmt: skip
 
 
 def test_relu_features_of_both_sides():

@@ -1,6 +1,7 @@
 import torch
 
 from subquad.attention import build
+from subquad.attention.laws import Law
 from tests.attention.oracles import SoftmaxContract, agrees
 
 
@@ -20,7 +21,7 @@ class TestShiftedAsPublished(TestShifted):
 
     name = "shifted"
     options = {"group": 16, "wrap": True}
-    laws = (1, 2)
+    laws = (Law.WEIGHTS, Law.DEFINITION)
     tokens = 64
     fewest_heads = 2
     oracle_tokens = 32

@@ -1,3 +1,4 @@
+from subquad.attention.laws import Law
 from tests.attention.oracles import SoftmaxContract, agrees
 
 
@@ -19,7 +20,10 @@ class TestStridedFixed(TestStrided):
 
     name = "strided"
     options = {"stride": 8, "kind": "fixed", "columns": 3}
-    laws = (1, 2, 3, 4, 5, 8, 9, 15)
+    laws = (
+        Law.WEIGHTS, Law.DEFINITION, Law.SPLIT, Law.TOKEN_BY_TOKEN, Law.STATE_SIZE, Law.PADDING, Law.NO_FUTURE,
+        Law.DOCUMENTS, Law.RANKS,
+    )  # fmt: skip
     fewest_heads = 2
 
 

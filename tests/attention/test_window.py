@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from subquad.attention import build
+from subquad.attention.laws import Law
 from subquad.attention.parts import softmax_heads
 from subquad.testing import assert_exact, assert_same_maths
 from tests.attention.oracles import SoftmaxContract
@@ -23,7 +24,7 @@ class TestWindowOfSharedHeads(TestWindow):
 
     name = "window"
     options = {"width": 11, "num_kv_heads": 1, "rope": True}
-    laws = (2, 3, 4, 8, 15)
+    laws = (Law.DEFINITION, Law.SPLIT, Law.TOKEN_BY_TOKEN, Law.PADDING, Law.DOCUMENTS, Law.IN_PLACE, Law.RANKS)
 
 
 class TestWindowBidirectional(TestWindow):
@@ -38,13 +39,19 @@ class TestWindowWithSinks(TestWindow):
 
     name = "window"
     options = {"width": 11, "sinks": 5, "num_kv_heads": 1, "rope": True}
-    laws = (1, 2, 3, 4, 5, 8, 9, 11, 13, 15)
+    laws = (
+        Law.WEIGHTS, Law.DEFINITION, Law.SPLIT, Law.TOKEN_BY_TOKEN, Law.STATE_SIZE, Law.PADDING, Law.NO_FUTURE,
+        Law.PRECISION, Law.SAVED, Law.DOCUMENTS, Law.IN_PLACE, Law.RANKS,
+    )  # fmt: skip
 
 
 class TestWindowWithALearnedSink(TestWindow):
     name = "window"
     options = {"width": 11, "sinks": 5, "learned_sink": True}
-    laws = (1, 2, 3, 4, 5, 8, 9, 11, 13, 15)
+    laws = (
+        Law.WEIGHTS, Law.DEFINITION, Law.SPLIT, Law.TOKEN_BY_TOKEN, Law.STATE_SIZE, Law.PADDING, Law.NO_FUTURE,
+        Law.PRECISION, Law.SAVED, Law.DOCUMENTS, Law.IN_PLACE, Law.RANKS,
+    )  # fmt: skip
 
     def new(self, num_heads):
         layer = super().new(num_heads)
@@ -55,7 +62,7 @@ class TestWindowWithALearnedSink(TestWindow):
 class TestWindowBidirectionalWithALearnedSink(TestWindowWithALearnedSink):
     name = "window"
     options = {"width": 12, "causal": False, "learned_sink": True}
-    laws = (1, 2, 8, 15)
+    laws = (Law.WEIGHTS, Law.DEFINITION, Law.PADDING, Law.DOCUMENTS)
 
 
 X = torch.randn(2, 9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -121,3 +128,11 @@ def test_the_state_is_constant_and_scores_are_those_of_window_and_sinks():
     assert layer.state_bytes(500) - plain.state_bytes(500) == 2 * 4 * 16 * 4
     more = layer.cost(500).unmasked_entries - plain.cost(500).unmasked_entries
     assert more == 2 * (4 * 500 - sum(range(8, 12)))
+
+
+def test_ranks_need_nothing_of_each_other_for_a_window_of_one():
+    class Own(TestWindow):
+        options = {"width": 1}
+
+    Own().test_ranks_compute_what_one_process_does()
+    assert not any(sent.forward for sent in Own().make().communication(21, 3))

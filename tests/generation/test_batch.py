@@ -1,4 +1,4 @@
-"""Continuous batching: joining, leaving, limits; law 13 has that each sequence is decoded as if alone."""
+"""Continuous batching: joining, leaving, limits; test_states.py has that each sequence is decoded as if alone."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""One sequence, token by token; that its tokens are right is law 13 (test_law_13.py)."""
+"""One sequence, token by token; test_states.py has that its tokens are right."""
 
 from dataclasses import fields
 

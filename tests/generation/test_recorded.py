@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from subquad.attention import build
-from subquad.attention.conversions import from_ring, to_ring
+from subquad.attention.conversions import to_ring
 from subquad.generation import generate
 from subquad.generation.recorded import joined, record
 from subquad.generation.slots import FixedSlots
@@ -83,21 +83,11 @@ def test_a_step_in_place_keeps_every_tensor_where_it_was(name):
         assert places == [x.data_ptr() for x in in_place._tensors]
 
 
-@pytest.mark.parametrize("seen", [1, 5, 7, 8, 9, 30])
-@pytest.mark.parametrize(("name", "options"), [
-    ("window", {"width": 8}), ("llp", {"segment": 8}), ("full", {}), ("window", {"width": 4, "sinks": 4}),
-    ("llp", {"segment": 4, "sinks": 3, "learned_sink": True}),
-])  # fmt: skip
-def test_a_ring_holds_what_the_cache_holds(name, options, seen):
-    layer = build(name, dim=16, num_heads=2, **options).double()
-    _, state = layer(torch.randn(1, seen, 16, dtype=torch.float64))
-    ring = to_ring(layer, state, 40)
+@pytest.mark.parametrize(("name", "options"), [("window", {"width": 8}), ("llp", {"segment": 8}), ("full", {})])
+def test_a_ring_has_the_reach_or_the_capacity(name, options):
+    layer = build(name, dim=16, num_heads=2, **options)
+    ring = to_ring(layer, layer(torch.randn(1, 5, 16))[1], 40)
     assert ring.tensor("near_ring_keys").shape[2] == (40 if name == "full" else 8)
-    back, kept = from_ring(layer, ring), state.tensor("near_keys").shape[2]
-    for entry in ("near_keys", "near_values"):
-        assert_exact(back.tensor(entry)[:, :, -kept:], state.tensor(entry))
-    for entry in {"near_first_keys", "near_first_values"} & set(state):
-        assert_exact(back.tensor(entry), state.tensor(entry))
 
 
 @pytest.mark.parametrize("name", ["latte", "window"])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from subquad import State
 from subquad.testing import assert_exact, assert_in_budget, assert_same_maths
+from subquad.testing.tools import assert_same_state
 from tests.models import small
 from tests.ops.cases import thinned
 
@@ -172,6 +173,19 @@ def test_a_state_survives_a_file_and_reordered_rows(form, decode, tmp_path):
     order = torch.tensor([2, 0, 0, 3])
     turned = loaded.map(lambda tensor: tensor[order])
     assert_same_maths(model(ids[order][:, 7:], turned)[0], expected[order])
+
+
+@pytest.mark.parametrize(("form", "decode"), [("cross-short", "refill"), ("self", "exact"), ("segments", "refill")])
+def test_rollback_goes_on_from_a_kept_state(form, decode):
+    """The contract's law for this stack."""
+    model, ids = decoding(form, decode), small.tokens(2)
+    state = model(ids[:, :7])[1]
+    copy = state.map(torch.Tensor.clone)
+    expected = model(ids[:, 9:13], state)[0]
+    after = model(ids[:, 7:9], state)[1]
+    model(ids[:, 9:13], after)
+    assert_same_state(state, copy, assert_exact, "kept state")
+    assert_exact(model(ids[:, 9:13], state)[0], expected, "outputs after two tokens taken back")
 
 
 @small.every_history

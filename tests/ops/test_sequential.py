@@ -5,6 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from subquad.attention.laws import Law
 from subquad.ops import block_attention, gated_scan, running_softmax
 from subquad.ops._sequential import attend as sequential
 from subquad.ops._sequential.attend import block_attention_sequential, block_attention_sequential_backward
@@ -70,7 +71,7 @@ def test_every_engine_compiles_whole(engine):
 class Sequential(AttentionContract):
     """The contract with every engine in sequence, in small chunks; the engines' own tests show the other laws."""
 
-    laws = (3, 7, 14, 15)
+    laws = (Law.SPLIT, Law.BLOCK_SIZES, Law.LONG, Law.DOCUMENTS)
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -84,10 +85,10 @@ class Sequential(AttentionContract):
     # tests/attention has the oracles.
     test_the_oracle_agrees = None
     # test_flops.py counts its products: `cost` counts those of the default backend.
-    test_law_06_cost_grows_as_the_class_says = None
+    test_cost_grows_as_the_class_says = None
     # `use_backend` does not act inside torch.compile; the operators are compiled above.
-    test_law_12_compiles_whole_with_aot_eager = None
-    test_law_12_compiles_whole_with_inductor = None
+    test_compiled_whole_with_aot_eager = None
+    test_compiled_whole_with_inductor = None
 
     def long_inputs(self, dtype):
         layer = self.make(dtype, num_heads=self.fewest_heads)

@@ -7,53 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from subquad.attention import build
+from subquad.attention import build, mechanism, names
 from subquad.models import Decoder, DecoderConfig
 from subquad.parallel import ContextGroup, Sent, context_parallel
 from subquad.testing import assert_same_maths
+from subquad.testing.tools import assert_same_state
 
 DIM, HEADS, BATCH = 16, 2, 2
-OWN = {"first_block_projections": True, "shared_kv": False, "key_norm": False}
 SEEDED = threading.Lock()
 """Held while drawing weights: ranks that are threads share torch's generator."""
-MECHANISMS = {
-    "bigbird": ("bigbird", {"block": 4}),
-    "delta_net": ("delta_net", {"beta_range": 2}),
-    "dilated": ("dilated", {"width": 3, "dilation": 4, "rope": True}),
-    "elita": ("elita", {"horizon": 16}),
-    "elita diagonal": ("elita", {"horizon": 16, "self_term": "diagonal"}),
-    "full": ("full", {"rope": True, "num_kv_heads": 1, "bias": True}),
-    "hgrn2": ("hgrn2", {}),
-    "full gated": ("full", {"output_gate": True}),
-    "gated_delta_net": ("gated_delta_net", {}),
-    "gated_delta_net key heads": ("gated_delta_net", {"num_key_heads": 1, "key_channels": 5, "value_channels": 3}),
-    "gla": ("gla", {}),
-    "kda": ("kda", {}),
-    "latte": ("latte", {"num_latents": 6}),
-    "latte_macchiato": ("latte_macchiato", {"width": 6}),
-    "linear": ("linear", {}),
-    "llp": ("llp", {"segment": 8, "rope": True}),
-    "llp first block": ("llp_printed", {"segment": 12, **OWN, "split_output": True, "rope": True}),
-    "llp as printed": ("llp_printed", {"segment": 12}),
-    "llp shifted heads": ("llp", {"segment": 8, "shifted_heads": True}),
-    "longformer": ("longformer", {"width": 5, "num_global": 3, "rope": True}),
-    "luna": ("luna", {"memory_tokens": 3}),
-    "luna untied": ("luna", {"memory_tokens": 3, "tied": False}),
-    "mamba2": ("mamba2", {"state_channels": 4}),
-    "mamba2 groups": ("mamba2", {"state_channels": 4, "groups": 2, "convolution": 3}),
-    "mlstm": ("mlstm", {}),
-    "performer": ("performer", {}),
-    "performer relu": ("performer", {"kernel": "relu"}),
-    "retnet": ("retnet", {}),
-    "shifted": ("shifted", {"group": 10}),
-    "strided": ("strided", {"stride": 5}),
-    "strided fixed": ("strided", {"stride": 5, "kind": "fixed", "columns": 2}),
-    "llp with sinks": ("llp", {"segment": 8, "shifted_heads": True, "sinks": 5, "learned_sink": True}),
-    "window": ("window", {"width": 7, "rope": True}),
-    "window with sinks": ("window", {"width": 3, "sinks": 6, "rope": True, "num_kv_heads": 1}),
-    "window of one": ("window", {"width": 1}),
-}
-"""A layer of every causal mechanism, with options that treat the first tokens differently."""
+CAUSAL = [name for name in names() if "causal" in mechanism(name).forms]
 DECODERS = {
     "hybrid with rope": {"attention": ["llp", "latte", "full", "linear"], "num_layers": 4, "position": "rope"},
     "loops with lookup": {"attention": ["elita", "window"], "loops": 2, "loop_loss": "all", "lookup": 4},
@@ -73,15 +36,15 @@ DECODERS = {
 OPTIONS = {
     "llp": {"segment": 12}, "llp_printed": {"segment": 12, "first_block_projections": True, "shared_kv": False},
     "window": {"width": 7}, "latte_macchiato": {"width": 6}, "longformer": {"width": 5, "num_global": 3},
-    "luna": {"memory_tokens": 3}, "strided": {"stride": 5}, "elita": {"horizon": 16},
+    "luna": {"memory_tokens": 3}, "strided": {"stride": 5}, "elita": {"horizon": 16}, "bigbird": {"block": 4},
+    "dilated": {"width": 3, "dilation": 4}, "shifted": {"group": 10},
 }  # fmt: skip
 
 
-def make_layer(case, dtype=torch.float64):
-    name, options = MECHANISMS[case]
+def make_layer(name, dtype=torch.float64):
     with SEEDED:
         torch.manual_seed(0)
-        return build(name, dim=DIM, num_heads=HEADS, **options).to(dtype)
+        return build(name, dim=DIM, num_heads=HEADS, **OPTIONS.get(name, {})).to(dtype)
 
 
 def make_decoder(case, **changes):
@@ -113,9 +76,9 @@ def compare_summed(group, actual, expected):
         assert_same_maths(total, expected[name], f"gradient of {name}")
 
 
-def a_layer(group, case, tokens):
+def a_layer(group, name, tokens):
     """Compare outputs and every gradient of a layer on `tokens` tokens per rank."""
-    layer, T = make_layer(case), tokens * group.size
+    layer, T = make_layer(name), tokens * group.size
     x, weight = draw(BATCH, T, DIM).requires_grad_(), draw(BATCH, T, DIM, seed=2)
     y = layer(x)[0]
     (dx,), expected = gradients(layer, (y * weight).sum(), x)
@@ -128,9 +91,9 @@ def a_layer(group, case, tokens):
     assert_same_maths(dx_part, group.part(dx), "gradient of x")
 
 
-def a_volume(group, case, tokens):
+def a_volume(group, name, tokens):
     """Compare the bytes that a layer's exchanges send with its formula."""
-    layer = make_layer(case, torch.float32)
+    layer = make_layer(name, torch.float32)
     x = draw(1, tokens, DIM).float().requires_grad_()
     before = group.sent
     with context_parallel(group):
@@ -165,23 +128,10 @@ def a_prefill(group, case, tokens, more=5):
                 logits, state = decoder(group.part(ids[:, :T]))
             after = decoder(ids[:, T:], expected)[0]
             assert_same_maths(logits, group.part(whole), "logits of the part")
-            compare_states(state, expected)
+            assert_same_state(state, expected, assert_same_maths, "state after the prompt")
             assert_same_maths(decoder(ids[:, T:], state)[0], after, "logits after it")
             one = decoder(ids[:, T : T + 1], state)[0]
             assert_same_maths(one, after[:, :1], "logits of one token after it")
-
-
-def compare_states(actual, expected):
-    assert list(actual) == list(expected)
-    assert actual.config_hash == expected.config_hash
-    for name, entry in expected.entries.items():
-        if isinstance(entry, torch.Tensor):
-            assert actual[name].shape == entry.shape, name
-            assert_same_maths(actual.tensor(name).double(), entry.double(), f"state {name}")
-        elif isinstance(entry, int):
-            assert actual[name] == entry, name
-        else:
-            compare_states(actual.child(name), entry)
 
 
 def unequal_parts(group):

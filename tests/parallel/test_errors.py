@@ -13,7 +13,7 @@ from subquad.models.encoder import EncoderConfig
 from subquad.parallel import ContextGroup, active_group, context_parallel
 from subquad.parallel.group import refuse
 from subquad.state import State
-from tests.parallel.ranks import Threads
+from subquad.testing.ranks import Threads
 
 BIDIRECTIONAL = [name for name in attention.names() if "bidirectional" in attention.mechanism(name).forms]
 SIZES = {"dim": 16, "num_heads": 2}

@@ -14,8 +14,8 @@ from subquad.ops.patterns import Causal
 from subquad.parallel.exchange import first_before, held, last_before, prefix
 from subquad.parallel.ring import ring_attention
 from subquad.testing import assert_same_maths
+from subquad.testing.ranks import on_ranks
 from tests.parallel.cases import draw
-from tests.parallel.ranks import on_ranks
 
 RANKS = st.integers(1, 6)
 TOKENS = st.integers(0, 7)

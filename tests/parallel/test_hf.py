@@ -6,8 +6,8 @@ import torch
 from subquad.hf import SubquadCache
 from subquad.parallel import context_parallel
 from subquad.testing import assert_same_maths
+from subquad.testing.ranks import on_ranks
 from tests.parallel import cases
-from tests.parallel.ranks import on_ranks
 
 TOKENS = 12
 

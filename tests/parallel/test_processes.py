@@ -6,7 +6,7 @@ from tests.parallel import cases, divided
 from tests.parallel.processes import run_processes
 
 MODULE = "tests.parallel.cases"
-EXCHANGES = ("full", "latte", "llp first block", "longformer", "luna", "window")
+EXCHANGES = ("full", "latte", "llp_printed", "longformer", "luna", "window")
 """Mechanisms that use every exchange: a ring, prefixes, earlier tokens and first tokens."""
 
 
@@ -25,7 +25,7 @@ FOUR = calls(4, 3, EXCHANGES, ["hybrid with rope"]) | {"two groups of two": [4, 
 MANY = FOUR | {f"loss {name} without checkpoints": [4, MODULE, "a_loss", name, 5] for name in cases.DECODERS}
 MANY["averaged by DDP"] = [4, MODULE, "averaged_by_ddp"]
 for size in (1, 2, 5, 16):
-    MANY |= calls(4, size, cases.MECHANISMS, cases.DECODERS)
+    MANY |= calls(4, size, cases.CAUSAL, cases.DECODERS)
 
 
 def failures(found):

@@ -11,9 +11,9 @@ from subquad.models import Decoder, DecoderConfig
 from subquad.ops import loss
 from subquad.parallel import context_parallel
 from subquad.testing import assert_exact, assert_same_maths
+from subquad.testing.ranks import on_ranks
 from subquad.training import TrainConfig
 from subquad.training.losses import LossConfig, ZLoss
-from tests.parallel.ranks import on_ranks
 
 SIZES = {"vocab_size": 11, "dim": 16, "num_layers": 1, "num_heads": 2, "attention": "linear"}
 TOKENS = torch.arange(26).view(2, 13) * 7 % 11

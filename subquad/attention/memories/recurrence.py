@@ -93,7 +93,8 @@ class Recurrence:
             return self._transition()
         if self._log_decays is None:
             return (outer_sums(self.k, self.v, self.normalise),)
-        return decayed_sum(self.k, self.v, self._log_decays, of_values=self.log_g is not None)
+        v = F.pad(self.v, (0, 1), value=1.0) if self.normalise else self.v
+        return decayed_sum(self.k, v, self._log_decays, of_values=self.log_g is not None)
 
     def merge(self, earlier: Tensors, later: Tensors) -> Tensors:
         """Return the summary of the tokens of both."""

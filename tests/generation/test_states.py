@@ -1,4 +1,4 @@
-"""Law 13 of the contract, for every causal mechanism and stack: decoding with a state is reading everything again.
+"""Decoding with a state is reading everything again, for every causal mechanism and stack.
 
 Here by our own generation; tests/hf has it through `transformers.generate`.
 """
