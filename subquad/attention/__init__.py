@@ -7,6 +7,7 @@ from subquad.attention.dilated import Dilated
 from subquad.attention.elita import Elita
 from subquad.attention.full import Full
 from subquad.attention.gated_delta_net import GatedDeltaNet
+from subquad.attention.gated_slots import GatedSlots
 from subquad.attention.gla import Gla
 from subquad.attention.hgrn2 import Hgrn2
 from subquad.attention.kda import Kda
@@ -16,6 +17,7 @@ from subquad.attention.linear import Linear
 from subquad.attention.linformer import Linformer
 from subquad.attention.llp import Llp
 from subquad.attention.llp_printed import LlpPrinted
+from subquad.attention.logsparse import Logsparse
 from subquad.attention.longformer import Longformer
 from subquad.attention.luna import Luna
 from subquad.attention.mamba2 import Mamba2
@@ -35,6 +37,7 @@ __all__ = [
     "Elita",
     "Full",
     "GatedDeltaNet",
+    "GatedSlots",
     "Gla",
     "Hgrn2",
     "Kda",
@@ -44,6 +47,7 @@ __all__ = [
     "Linformer",
     "Llp",
     "LlpPrinted",
+    "Logsparse",
     "Longformer",
     "Luna",
     "Mamba2",

@@ -26,6 +26,13 @@ PATTERNS = [
     patterns.DilatedBand(before=2, after=1, dilation=3), patterns.Strided(stride=5), Columns(size=8, last=3),
 ]  # fmt: skip
 """Every kind of pattern, for sequences of some 20 to 100 tokens."""
+
+
+def shared_patterns():
+    """Return the kinds that mechanisms share; those of one mechanism's file are tested by its contract."""
+    return [kind for kind in patterns.Pattern.registry.values() if kind.__module__.startswith("subquad.ops.patterns")]
+
+
 LAYOUTS = {
     "heads inside tokens": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "a slice": lambda x: torch.cat([x, torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]],
