@@ -33,7 +33,7 @@ class Logsparse(Attention):
     name = "logsparse"
     summary = "the last `width` tokens, and those a power of two behind"
     paper = "Li et al. 2019, arXiv:1907.00235"
-    rotates = True
+    cost_order, rotates = "T log T", True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SoftmaxConfig):

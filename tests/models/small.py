@@ -17,6 +17,7 @@ OPTIONS = {
     "latte_macchiato": {"width": 4},
     "llp": {"segment": 6},
     "llp_printed": {"segment": 6},
+    "logsparse": {"width": 2, "max_tokens": 5},
     "longformer": {"width": 4},
     "shifted": {"group": 4},
     "strided": {"stride": 4, "columns": 2},
