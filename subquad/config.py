@@ -19,7 +19,6 @@ from typing import Any, Self, get_args, get_origin
 
 from subquad.parsing import parse_yaml, read_json, read_text
 
-_LATER = "later"
 _MOST_NAMED, _FEW = 20, 8
 """Largest number of choices that an error lists in full, and how many it lists of more."""
 
@@ -117,11 +116,6 @@ def type_hints(cls: type[Any]) -> Mapping[str, Any]:
     return _TYPES[cls]
 
 
-def later(default: Any) -> Any:
-    """Declare a field added after digests were stored: digests leave it out while it has its default."""
-    return dataclasses.field(default=default, metadata={_LATER: True})
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """A frozen, keyword-only dataclass with strict reading and a stable digest."""
@@ -190,11 +184,7 @@ class Config:
 
     def digest(self) -> str:
         """Return sixteen hexadecimal digits that differ when any value differs."""
-        return digest(self.identity())
-
-    def identity(self) -> dict[str, Any]:
-        """Return `to_dict` as digests use it: without `later` fields that have their default."""
-        return dict(_plain(self, identity=True))
+        return digest(self.to_dict())
 
 
 class Record:
@@ -224,17 +214,14 @@ def _join(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
 
 
-def _plain(value: Any, *, identity: bool = False) -> Any:
-    """Return a configuration's plain values; for an `identity` without `later` fields that have their default."""
+def _plain(value: Any) -> Any:
+    """Return a configuration's plain values."""
     if isinstance(value, Config):
-        fields = (f for f in dataclasses.fields(value) if f.init)
-        if identity:
-            fields = (f for f in fields if not (f.metadata.get(_LATER) and getattr(value, f.name) == f.default))
-        return {f.name: _plain(getattr(value, f.name), identity=identity) for f in fields}
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, identity=identity) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, identity=identity) for item in value]
+        return [_plain(item) for item in value]
     return value
 
 
@@ -293,14 +280,9 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     raise TypeError(f"{where} must be {getattr(wanted, '__name__', wanted)}, got {value!r}")
 
 
-def differences(
-    made: Mapping[str, Any], now: Mapping[str, Any], most: int = 8, *, defaults: Mapping[str, Any] | None = None
-) -> list[str]:
-    """Return `name was A, is B` for each setting that differs, by dotted name, and a count beyond `most`.
-
-    A setting that one side lacks has its value in `defaults`, or null.
-    """
-    before, after = (_dotted(defaults or {}) | _dotted(settings) for settings in (made, now))
+def differences(made: Mapping[str, Any], now: Mapping[str, Any], most: int = 8) -> list[str]:
+    """Return `name was A, is B` for each setting that differs, by dotted name, and a count beyond `most`."""
+    before, after = _dotted(made), _dotted(now)
     changed = [
         f"{name} was {_in_yaml(before.get(name))}, is {_in_yaml(after.get(name))}"
         for name in {**after, **before}  # a setting that is left out now was made by it all the same

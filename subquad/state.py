@@ -22,9 +22,7 @@ from subquad.tracing import has_values
 logger = logging.getLogger(__name__)
 
 FORMAT = "subquad-state"
-FORMAT_VERSION = 2
-UNCHECKED_VERSION = 1
-"""The format version without checksums, which is still read."""
+FORMAT_VERSION = 1
 CHECKSUM_DIGITS = 64
 COUNTS = ("seen", "start")
 """Entries that count the tokens of one sequence; all other numbers of a state belong to the model."""
@@ -212,13 +210,11 @@ class State:
             ) from error
         if header.get("format") != FORMAT:
             raise ValueError(f"{path} is not a subquad state: its format is {header.get('format')!r}, not {FORMAT!r}")
-        if header.get("version") not in (str(UNCHECKED_VERSION), str(FORMAT_VERSION)):
+        if header.get("version") != str(FORMAT_VERSION):
             raise ValueError(
-                f"{path} has state format version {header.get('version')}; "
-                f"this release reads versions {UNCHECKED_VERSION} and {FORMAT_VERSION}"
+                f"{path} has state format version {header.get('version')}; this release reads version {FORMAT_VERSION}"
             )
-        if header["version"] != str(UNCHECKED_VERSION) or "checksum" in header:
-            _check_checksum(data, header, path)
+        _check_checksum(data, header, path)
         try:
             numbers, hashes = (parse_json(header[name], name) for name in ("numbers", "hashes"))
             _check_tree(tensors, numbers, hashes)

@@ -1,4 +1,5 @@
 import copy
+import hashlib
 import io
 import json
 import struct
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from subquad import attention
 from subquad.ops.caches import advance, appended
-from subquad.state import FORMAT, UNCHECKED_VERSION, State, weights_hash
+from subquad.state import CHECKSUM_DIGITS, FORMAT, FORMAT_VERSION, State, weights_hash
 from subquad.testing import assert_exact, assert_same_maths
 from tests.models.small import OPTIONS, assert_refused
 
@@ -75,11 +76,19 @@ def test_another_configurations_state_is_refused(tmp_path):
 
 
 def header(**changes):
-    return {"format": FORMAT, "version": str(UNCHECKED_VERSION), "numbers": "{}", "hashes": '{"": "h"}', **changes}
+    blank = "0" * CHECKSUM_DIGITS
+    own = {"format": FORMAT, "version": str(FORMAT_VERSION), "checksum": blank}
+    return {**own, "numbers": "{}", "hashes": '{"": "h"}', **changes}
+
+
+def sealed(metadata):
+    """A file whose checksum is right, whatever else its header says."""
+    data = save({"a": torch.ones(2)}, metadata=metadata)
+    return data.replace(b"0" * CHECKSUM_DIGITS, hashlib.sha256(data).hexdigest().encode(), 1)
 
 
 @pytest.mark.parametrize(("metadata", "message"), [
-    (header(version="99"), "s has state format version 99; this release reads versions 1 and 2"),
+    (header(version="99"), "s has state format version 99; this release reads version 1"),
     (header(format="something"), "s is not a subquad state: its format is 'something', not 'subquad-state'"),
     (None, "s is not a subquad state: its format is None, not 'subquad-state'"),
     ({k: v for k, v in header().items() if k != "numbers"}, "s has a damaged header: "),
@@ -87,10 +96,11 @@ def header(**changes):
     (header(numbers="[]"), "s has a damaged header: "),
     (header(hashes="{}"), "s has a damaged header: "),
     (header(hashes='{"x/y": "h"}'), "s has a damaged header: "),
-    (header(version="2"), "s is damaged: its content does not have the checksum"),
+    (header(checksum="1" * CHECKSUM_DIGITS), "s is damaged: its content does not have the checksum"),
+    (header(checksum="short"), "s is damaged: its content does not have the checksum"),
 ])  # fmt: skip
 def test_another_header_is_refused(tmp_path, metadata, message):
-    (tmp_path / "s").write_bytes(save({"a": torch.ones(2)}, metadata=metadata))
+    (tmp_path / "s").write_bytes(sealed(metadata))
     with pytest.raises(ValueError, match=message):
         State.load(tmp_path / "s")
 
@@ -125,16 +135,11 @@ def test_changed_values_are_refused_by_the_checksum(tmp_path):
     data = bytearray((tmp_path / "s").read_bytes())
     (size,) = struct.unpack("<Q", data[:8])
     metadata = json.loads(data[8 : 8 + size])["__metadata__"]
-    assert (metadata["format"], metadata["version"]) == ("subquad-state", "2")
+    assert (metadata["format"], metadata["version"]) == ("subquad-state", "1")
     data[8 + size :: 9] = bytes((byte + 1) % 256 for byte in data[8 + size :: 9])
     (tmp_path / "s").write_bytes(data)
     with pytest.raises(ValueError, match="s is damaged: its content does not have the checksum that it was saved with"):
         State.load(tmp_path / "s")
-
-
-def test_a_file_of_version_one_is_read_without_a_checksum(tmp_path):
-    (tmp_path / "old").write_bytes(save({"a": torch.ones(2)}, metadata=header()))
-    assert_exact(State.load(tmp_path / "old").tensor("a"), torch.ones(2))
 
 
 def test_a_state_of_other_weights_is_refused(tmp_path, caplog):

@@ -176,7 +176,7 @@ class Attention(nn.Module):
             raise ValueError(f"attention {self.name!r} has no {form} form; it has: {', '.join(self.forms)}")
         self.config = config
         self.causal = config.causal
-        self.config_hash = digest({"name": self.name, **config.identity()})
+        self.config_hash = digest({"name": self.name, **config.to_dict()})
 
     @classmethod
     def from_config(cls, config: Config) -> Self:

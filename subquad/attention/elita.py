@@ -39,7 +39,6 @@ from subquad.attention.base import Attention, split, takes_options
 from subquad.attention.memories.gated_mean import GatedEarlier, GatedMean
 from subquad.attention.memories.running_softmax import widened
 from subquad.attention.past import Past
-from subquad.config import later
 from subquad.layers.positions import positions
 from subquad.tracing import has_values
 
@@ -77,7 +76,7 @@ class Elita(Attention):
         """Time of token i (from 0): as in the equations, or as in the code."""
         query_term: bool = True
         """Whether the gate has the term k3 . x_t."""
-        self_term: Literal["slot", "diagonal"] = later("slot")
+        self_term: Literal["slot", "diagonal"] = "slot"
         """How k2 . x_t weighs the token itself: as the logit of a second slot, or added to its own logit. Then p2, k3
         cancel, and no backend fuses the gate with the running softmax."""
 

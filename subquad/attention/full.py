@@ -17,7 +17,6 @@ from subquad.attention.base import Attention, join, takes_options
 from subquad.attention.memories.key_values import Sight
 from subquad.attention.parts import SoftmaxConfig, add_softmax_projections, divisible_heads, projection, softmax_over
 from subquad.attention.past import Past
-from subquad.config import later
 from subquad.ops.patterns import Causal
 from subquad.ops.patterns import Full as FullPattern
 
@@ -38,7 +37,7 @@ class Full(Attention):
     class Config(SoftmaxConfig):
         """Options of full attention."""
 
-        output_gate: bool = later(False)
+        output_gate: bool = False
         """Whether a gate, `sigmoid(W_g x)`, multiplies the heads' outputs before the output projection."""
 
     config: Config

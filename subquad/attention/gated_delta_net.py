@@ -18,7 +18,6 @@ from subquad.attention.base import Attention, join, takes_options
 from subquad.attention.memories.recurrence import Recurrence
 from subquad.attention.past import Past
 from subquad.attention.recurrent import DecayRate, DeltaConfig, add_delta_rule, delta_heads, rms_normed
-from subquad.config import later
 
 
 class GatedDeltaNet(Attention):
@@ -34,7 +33,7 @@ class GatedDeltaNet(Attention):
     class Config(DeltaConfig):
         """Options of the gated delta rule."""
 
-        num_key_heads: int | None = later(None)
+        num_key_heads: int | None = None
         """Heads of queries and keys, each shared by neighbouring heads (None: num_heads)."""
 
         def __post_init__(self) -> None:

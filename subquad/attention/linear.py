@@ -28,7 +28,7 @@ from subquad.attention.divided import check_even
 from subquad.attention.memories.recurrence import Recurrence
 from subquad.attention.parts import HeadedConfig, head_norm, normed, output_projection, projection
 from subquad.attention.past import Past
-from subquad.config import later, suggest
+from subquad.config import suggest
 from subquad.layers.positions import ROTARY_BASE, rotate
 from subquad.layers.scaling import RopeScaling, rotated_channels
 
@@ -60,17 +60,17 @@ class Linear(Attention):
         """Dropout on the keys' features, in training (single weights are never formed)."""
         feature_map: str = "elu"
         """phi: elu (plus one), relu, squared_relu, softplus, softmax, or learned (it has weights)."""
-        feature_dim: int | None = later(None)
+        feature_dim: int | None = None
         """Columns F of W in a learned map, which gives 2F features (None: K, beginning as the identity)."""
         eps: float = 1e-6
         """Added to the sum of the weights that divides the output."""
-        rotary: bool = later(False)
+        rotary: bool = False
         """Whether queries and keys are rotated before the map; a decoder's `position` doesn't set it."""
-        rope_base: float = later(ROTARY_BASE)
+        rope_base: float = ROTARY_BASE
         """Base of the rotary frequencies."""
-        rope_fraction: float = later(1.0)
+        rope_fraction: float = 1.0
         """Fraction of each head's channels to rotate, from the first channel on."""
-        rope_scaling: RopeScaling | None = later(None)
+        rope_scaling: RopeScaling | None = None
         """Change of the rotary frequencies for longer sequences (None: none)."""
 
         def __post_init__(self) -> None:

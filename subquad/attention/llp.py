@@ -15,7 +15,6 @@ neighbours.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -24,8 +23,6 @@ from subquad.attention.memories.key_values import Sight
 from subquad.attention.parts import SinkConfig, add_sink, add_softmax_projections, divisible_heads, softmax_over
 from subquad.attention.past import Past
 from subquad.ops.patterns import Blocks, Segments, Shifted, SinkTokens
-
-PRINTED = ("first_block_projections", "shared_kv", "key_norm", "split_output")
 
 
 class Llp(Attention):
@@ -59,10 +56,6 @@ class Llp(Attention):
                     "shifted_heads moves the boundaries of half of the heads by a quarter of a segment: it needs "
                     f"at least 2 heads and a multiple of 4, got num_heads={self.num_heads}, segment={self.segment}"
                 )
-
-        def identity(self) -> dict[str, Any]:
-            """Return `Config.identity` with `llp_printed`'s options too, which the hashes of earlier states include."""
-            return super().identity() | dict.fromkeys(PRINTED, False)
 
     config: Config
     sink_logits: nn.Parameter | None

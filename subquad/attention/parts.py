@@ -17,7 +17,6 @@ from subquad.attention.base import Attention, split
 from subquad.attention.divided import check_even
 from subquad.attention.memories.key_values import KeyValues, Sight
 from subquad.attention.past import Past
-from subquad.config import later
 from subquad.layers.norm import ZeroCentredRMSNorm
 from subquad.layers.positions import positions, rotate
 from subquad.layers.scaling import RopeScaling, rotated_channels
@@ -27,17 +26,17 @@ from subquad.layers.scaling import RopeScaling, rotated_channels
 class HeadedConfig(Attention.Config):
     """Options of projections to queries, keys and values."""
 
-    head_dim: int | None = later(None)
+    head_dim: int | None = None
     """Channels K of a head (None: dim / num_heads)."""
-    qk_norm: bool = later(False)
+    qk_norm: bool = False
     """Whether queries and keys are RMS-normalised over each head's channels, before the rotation."""
-    norm_eps: float | None = later(None)
+    norm_eps: float | None = None
     """Epsilon of that norm, added to the mean square (None: 1e-6)."""
-    zero_centred: bool = later(False)
+    zero_centred: bool = False
     """Whether that norm multiplies by 1 + its weights, and not by its weights (Qwen3-Next)."""
-    qkv_bias: bool | None = later(None)
+    qkv_bias: bool | None = None
     """Whether queries, keys and values have a bias (None: the value of bias)."""
-    out_bias: bool | None = later(None)
+    out_bias: bool | None = None
     """Whether the output projection has a bias (None: the value of bias)."""
 
     @property
@@ -102,11 +101,11 @@ class SoftmaxConfig(HeadedConfig):
     """Whether queries and keys are rotated by their positions."""
     rope_base: float = 10000.0
     """Base of the rotary frequencies."""
-    rope_fraction: float = later(1.0)
+    rope_fraction: float = 1.0
     """Fraction of each head's channels to rotate, from the first channel on."""
-    rope_scaling: RopeScaling | None = later(None)
+    rope_scaling: RopeScaling | None = None
     """Change of the rotary frequencies for longer sequences (None: none)."""
-    score_scale: float | None = later(None)
+    score_scale: float | None = None
     """Factor on the products of queries and keys (None: 1 / sqrt(K))."""
 
     @property
@@ -142,11 +141,11 @@ class SoftmaxConfig(HeadedConfig):
 class SinkConfig(SoftmaxConfig):
     """Options of attention sinks."""
 
-    sinks: int = later(0)
+    sinks: int = 0
     """First tokens of its document that every later token sees too, kept in the state for ever (causal form only).
     A sink keeps its own rotary position. The paper numbers the positions inside its cache, so that they depend on
     what the cache holds when a token is read; what a layer computes must not depend on how a sequence is cut."""
-    learned_sink: bool = later(False)
+    learned_sink: bool = False
     """Whether each head has a learned logit that takes part in the softmax and has no value, so that a row of
     weights sums to less than one (gpt-oss, OpenAI 2025, arXiv:2508.10925). It begins at 0: as one more key and
     value of zeros, the zero sink of arXiv:2309.17453, section 3.3."""

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from subquad.attention.base import Attention, split
 from subquad.attention.memories.recurrence import at_least_float32
 from subquad.attention.past import Past
-from subquad.config import later
 from subquad.layers.convolution import ShortConvolution
 
 L2_EPS = 1e-6
@@ -36,7 +35,7 @@ class RecurrentConfig(Attention.Config):
     """Channels K of a head's queries and keys (None: the paper's share of dim / num_heads)."""
     value_channels: int | None = None
     """Channels V of a head's values (None: the paper's share of dim / num_heads)."""
-    norm_eps: float = later(1e-6)
+    norm_eps: float = 1e-6
     """Added to the mean square by which a head's output is divided."""
 
     def check_heads(self) -> None:

@@ -20,7 +20,6 @@ from subquad.attention.base import Attention, join, takes_options
 from subquad.attention.memories.recurrence import Recurrence
 from subquad.attention.past import Past
 from subquad.attention.recurrent import RecurrentConfig, add_projections, heads_of
-from subquad.config import later
 from subquad.layers.positions import ROTARY_BASE, rotate
 
 
@@ -37,7 +36,7 @@ class Retnet(Attention):
     class Config(RecurrentConfig):
         """Options of retention."""
 
-        rope_base: float = later(ROTARY_BASE)
+        rope_base: float = ROTARY_BASE
         """Base of the rotary frequencies."""
 
         def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from subquad.config import Config, later
+from subquad.config import Config
 from subquad.data.files import check_path
 
 SMALLEST_BPE = 257
@@ -81,7 +81,7 @@ class ImageConfig(Config):
     near: int = 0
     """Radius, in rows and columns, of a masked convolution over the known pixels around the predicted one; 0: the input
     is the previous pixel alone."""
-    position_channels: int = later(0)
+    position_channels: int = 0
     """Channels of added positions (model.position sinusoidal or learned) that are concatenated with those of the pixel
     instead, together model.dim; 0: both have model.dim channels and are added."""
     test_images: int = 1000

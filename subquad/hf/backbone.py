@@ -35,7 +35,6 @@ class SubquadModel(StrictModel):
 
     config: SubquadConfig
     config_class = SubquadConfig
-    had_other_names = True
     leaves_out = ("lm_head.", "lookup.", "score.")
     decoder: Decoder
 

@@ -23,7 +23,6 @@ class LabelModel(StrictModel):
 
     config: SubquadConfig
     config_class = SubquadConfig
-    had_other_names = True
     leaves_out = ("lm_head.", "lookup.")
     begins_with = ("score.",)
     model: SubquadModel

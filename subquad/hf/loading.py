@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from subquad.parsing import read_json_mapping
@@ -25,14 +23,6 @@ _COUNTS = ("num_layers", "num_hidden_layers", "n_layer", "loops", "mixtures", "n
 """Fields that count parts of a model, each of which has its own tensors or rows."""
 SMALL = 1 << 22
 """Largest tensor, in numbers, that is created without being found in the weights."""
-_RENAMED = (
-    (r"model\.(embedding|layers|pass_biases|norm|history|compress)\.", r"model.decoder.\1."),
-    (r"model\.head(?=\.|$)", "lm_head"),
-    (r"model\.head_bias$", "lm_head.bias"),
-    (r"model\.lookup\.", "lookup."),
-)
-"""Weights of language models until the backbone was a model of its own, and their names now."""
-Value = TypeVar("Value")
 
 
 class StrictModel(PreTrainedModel):
@@ -42,8 +32,6 @@ class StrictModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = False
     _no_split_modules = ["Block", "LatentBlock"]  # noqa: RUF012 (transformers declares it so)
-    had_other_names: ClassVar[bool] = False
-    """Whether folders of earlier releases have other names of weights (`renamed`)."""
     leaves_out: ClassVar[tuple[str, ...]] = ()
     """Prefixes of weights that a folder of another class may have besides, such as the head's for a backbone."""
     begins_with: ClassVar[tuple[str, ...]] = ()
@@ -85,10 +73,7 @@ class StrictModel(PreTrainedModel):
             folder = None if place is None else Path(place, kwargs.get("subfolder") or "")
             if folder is not None and (folder / CONFIG).is_file():
                 check_sizes(cls, folder, kwargs.get("config"))
-            if folder is not None and cls.had_other_names and has_old_names(folder):
-                loaded: Any = cls._from_old_names(folder, options)
-            else:
-                loaded = super().from_pretrained(*args, **options)
+            loaded: Any = super().from_pretrained(*args, **options)
         model, info = loaded
         another = cls.__name__ not in (model.config.architectures or [cls.__name__])
         known = {"missing_keys": cls.begins_with if another else (), "unexpected_keys": cls.leaves_out}
@@ -99,56 +84,6 @@ class StrictModel(PreTrainedModel):
                     f"{place}: the weights do not fit the configuration: {problem.replace('_', ' ')}: {names}"
                 )
         return loaded if wants_info else model
-
-    @classmethod
-    def _from_old_names(cls, folder: Path, options: dict[str, Any]) -> Any:
-        kind: Any = cls.config_class
-        options = {
-            key: value for key, value in options.items() if key not in ("pretrained_model_name_or_path", "subfolder")
-        }
-        config = options.pop("config", None) or kind.from_pretrained(folder, local_files_only=True)
-        tensors = {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
-        loaded: Any = super().from_pretrained(None, config=config, state_dict=renamed(tensors), **options)
-        if loaded[0].can_generate() and (folder / "generation_config.json").is_file():
-            loaded[0].generation_config = GenerationConfig.from_pretrained(folder)
-        return loaded
-
-
-def renamed(tensors: Mapping[str, Value], prefix: str = "") -> dict[str, Value]:
-    """Return a language model's tensors, or anything by their names after `prefix`, under the names of today."""
-    found: dict[str, Value] = {}
-    for name, value in tensors.items():
-        before = prefix if name.startswith(prefix) else ""
-        own = name.removeprefix(before)
-        for old, new in _RENAMED:
-            own = re.sub(f"^{old}", new, own)
-        found[before + own] = value
-    return found
-
-
-def load_old_names(model: nn.Module, file: Path) -> None:
-    """Load a language model's weights under their former names into `model`; `ValueError` if they do not fit.
-
-    Optimizer states stand in the order of the weights, which has changed for a head with a bias and for the untied head
-    of a Perceiver AR with an updated history: these are refused.
-    """
-    tensors = load_file(file)
-    moved = any(name.startswith(("model.history.", "model.compress.")) for name in tensors)
-    if "model.head_bias" in tensors or (moved and "model.head.weight" in tensors):
-        raise ValueError("its weights stand in the order of an earlier release: finish the run with that one")
-    tensors = renamed(tensors)
-    if "lm_head.weight" not in tensors:
-        tensors["lm_head.weight"] = tensors["model.decoder.embedding.tokens.weight"]
-    model.load_state_dict(tensors)
-
-
-def has_old_names(folder: Path) -> bool:
-    """Return whether the weights in a folder have the names of a language model of an earlier release."""
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            if any(name.startswith("model.embedding.tokens.") for name in tensors.keys()):  # noqa: SIM118
-                return True
-    return False
 
 
 def read_config(folder: str | Path) -> PreTrainedConfig:
@@ -224,7 +159,6 @@ def check_sizes(cls: type[PreTrainedModel], folder: Path, config: Any) -> None:
             shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
     if not shapes:
         return  # transformers reports the missing weights
-    shapes = renamed(shapes) if getattr(cls, "had_other_names", False) else shapes
     numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
     _check_counts(values, max(numbers, len(shapes)))
     if config is None:

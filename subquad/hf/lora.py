@@ -25,7 +25,7 @@ from subquad.config import suggest
 from subquad.hf.config import SubquadConfig
 from subquad.hf.encoders import SubquadEncoderForSequenceClassification, SubquadForPreTraining
 from subquad.hf.image import SubquadForImages
-from subquad.hf.loading import CONFIG, StrictModel, check_sizes, naming, read_config, renamed
+from subquad.hf.loading import CONFIG, check_sizes, naming, read_config
 from subquad.hf.model import SubquadForCausalLM
 from subquad.parsing import check_keys, read_json_mapping
 from subquad.program import command, install
@@ -328,8 +328,6 @@ def read_weights(model: nn.Module, folder: str | Path) -> None:
     if not file.is_file():
         raise FileNotFoundError(f"{folder} holds no {ADAPTER_WEIGHTS}")
     tensors, expected = read_tensors(file), adapter_weights(inner)
-    if isinstance(inner, StrictModel) and inner.had_other_names:
-        tensors = renamed(tensors, _PREFIX)
     for problem, names in (("missing", expected.keys() - tensors.keys()), ("left over", tensors.keys() - expected)):
         if names:
             raise ValueError(f"the adapter in {folder} does not fit the model: {problem}: {', '.join(sorted(names))}")
@@ -360,8 +358,6 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
     except Exception as error:  # PEFT does not validate the file and may fail anywhere
         raise ValueError(f"{folder}/{ADAPTER_CONFIG} is no configuration of a LoRA adapter: {error!r}") from error
     config.base_model_name_or_path = None  # PEFT would warn about another path; we compare weights
-    if isinstance(model, StrictModel) and model.had_other_names:
-        config.target_modules = set(renamed(dict.fromkeys(config.target_modules or ())))
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     unknown = set(config.target_modules or ()) - linear
     # PEFT replaces long lists of names by common endings.

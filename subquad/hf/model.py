@@ -39,7 +39,6 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
     config: SubquadConfig
     config_class = SubquadConfig
     accepts_loss_kwargs = True
-    had_other_names = True
     _is_stateful = True
     _tied_weights_keys = {"lm_head.weight": "model.decoder.embedding.tokens.weight"}  # noqa: RUF012
     lm_head: nn.Module

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from subquad.attention.base import Attention
-from subquad.config import Config, check_positive, later, suggest, type_hints
+from subquad.config import Config, check_positive, suggest, type_hints
 from subquad.layers.scaling import RopeScaling
 
 
@@ -66,40 +66,40 @@ class DecoderConfig(Config):
     init_std: float = 0.02
     """Standard deviation of the initial weights; branch outputs are scaled down by sqrt(2 x layers x loops)."""
 
-    head_dim: int | None = later(None)
+    head_dim: int | None = None
     """Channels of an attention head (None: dim / num_heads)."""
-    ff_dim: int | None = later(None)
+    ff_dim: int | None = None
     """Hidden width of the feed-forward network (None: from ff_mult)."""
-    norm_eps: float | None = later(None)
+    norm_eps: float | None = None
     """Constant that norms add to the variance or mean square (None: 1e-5 for layer norms, 1e-6 for the others)."""
-    qk_norm: bool = later(False)
+    qk_norm: bool = False
     """RMS-normalise queries and keys over each head's channels, before rotating them (Qwen3); zero-centred if norm
     is."""
-    qkv_bias: bool | None = later(None)
+    qkv_bias: bool | None = None
     """Biases of queries, keys and values (None: as bias)."""
-    out_bias: bool | None = later(None)
+    out_bias: bool | None = None
     """Bias of attention's output projection (None: as bias)."""
-    ff_bias: bool | None = later(None)
+    ff_bias: bool | None = None
     """Biases of the feed-forward networks (None: as bias)."""
-    parallel_residual: bool = later(False)
+    parallel_residual: bool = False
     """Feed the same vectors to both branches, x + attention(norm(x)) + feedforward(norm'(x)) (GPT-NeoX)."""
-    norm_position: Literal["pre", "post"] = later("pre")
+    norm_position: Literal["pre", "post"] = "pre"
     """Where a block normalises: pre, x + branch(norm(x)), and a last norm before the head; post, norm(x + branch(x)),
     after which there is no last norm: the vectors are normalised already (Vaswani et al. 2017, Luna, LLP)."""
-    rope_fraction: float = later(1.0)
+    rope_fraction: float = 1.0
     """Fraction of each head's channels that rotary positions rotate, from the first on."""
-    rope_scaling: RopeScaling | None = later(None)
+    rope_scaling: RopeScaling | None = None
     """Change of rotary frequencies for longer sequences, as in {kind: linear, factor: 4} (None: no change)."""
-    embedding_scale: float = later(1.0)
+    embedding_scale: float = 1.0
     """Factor on the tokens' embeddings, before positions are added; sqrt(dim) in Vaswani et al. 2017."""
-    position_scale: float | None = later(None)
+    position_scale: float | None = None
     """Amplitude of added sines, 1 in the papers (Vaswani et al. 2017). None: init_std x sqrt(2), which gives them the
     standard deviation of untrained embeddings (before embedding_scale), so that neither drowns the other."""
-    residual_scale: float = later(1.0)
+    residual_scale: float = 1.0
     """Factor on what each branch adds to the residual stream."""
-    logit_divisor: float = later(1.0)
+    logit_divisor: float = 1.0
     """Divisor of the vectors after the last norm, and so of the logits."""
-    head_bias: bool = later(False)
+    head_bias: bool = False
     """Add a learned bias, zero at first, to the logits of the head, tied or not (before a look-up)."""
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from subquad.config import check_at_least, later
+from subquad.config import check_at_least
 from subquad.layers.criterion import IGNORED
 from subquad.layers.head import new_head
 from subquad.layers.positions import positions
@@ -63,7 +63,7 @@ class ImageModelConfig(DecoderConfig):
     near: int = 0
     """Also feed the known pixels within this many rows and columns to the input, by a masked convolution as in
     PixelCNN's first layer (0: only the previous pixel)."""
-    position_channels: int = later(0)
+    position_channels: int = 0
     """Channels of positions (sinusoidal or learned) beside those of the token's vector, together dim: half and half in
     Katharopoulos et al. 2020 (0: both have dim channels and are added)."""
 

@@ -20,7 +20,6 @@ from subquad import disk
 from subquad.checksums import FORMAT, MANIFEST
 from subquad.config import differences
 from subquad.data.corpus import FILES
-from subquad.models.config import DecoderConfig
 from subquad.parsing import check_keys, read_json
 from subquad.training.errors import CheckpointError, FormatVersionError
 
@@ -199,8 +198,7 @@ def check_settings(manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> 
     Processes, batch.size and batch.accumulation may differ if a step sees as many windows: then it sees the same ones.
     """
     made, now = dict(manifest["settings"]), dict(settings)
-    earlier = {"model": DecoderConfig().to_dict()}  # settings that an earlier release did not store have their defaults
-    changed = _changed_text(made, now) + _changed_batch(made, now) + differences(made, now, defaults=earlier)
+    changed = _changed_text(made, now) + _changed_batch(made, now) + differences(made, now)
     if changed:
         raise CheckpointError(
             f"the checkpoint of step {manifest['step']} was made with other settings: {'; '.join(changed)}; "
@@ -211,7 +209,7 @@ def check_settings(manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> 
 def _changed_text(made: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Remove the text's files from both settings; return what happened to which, and then remove the digests too.
 
-    Without files on both sides (a checkpoint of an earlier release, a dataset) or among the same files (another part is
+    Without files on both sides (a dataset) or among the same files (another part is
     held out) the digests stay and tell of the change.
     """
     before, after = (settings.pop(FILES, None) for settings in (made, now))

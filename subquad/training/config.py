@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from subquad.config import Config, check_positive, later
+from subquad.config import Config, check_positive
 from subquad.data.config import DataConfig, ImageConfig, LabelledConfig, ProbeConfig
 from subquad.models.config import DecoderConfig
 from subquad.models.encoder import EncoderConfig, Pooling
@@ -112,7 +112,7 @@ class RunConfig(Config):
     """Consecutive skipped steps that end the run (nonfinite=skip)."""
     threads: int | None = None
     """CPU threads of PyTorch (None: its default). Bitwise reproduction needs the same number."""
-    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = later(("tensorboard",))
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     """Trackers that also get the metrics; wandb and mlflow must be installed."""
     weights: Literal["last", "best"] = "last"
     """Weights of the final model: the last step's, or those with the lowest held-out loss in training. best: a language

@@ -152,13 +152,8 @@ class Task:
             self.adapter.load(model, folder)
             return
         file = weights_file(folder)
-        from subquad.hf.loading import has_old_names, load_old_names
-
         with reading(file):
-            if model.had_other_names and has_old_names(folder):
-                load_old_names(model, file)
-            else:
-                load_model(model, file, strict=True)
+            load_model(model, file, strict=True)
 
     @staticmethod
     def window_bytes(config: TrainConfig, length: int) -> float | None:

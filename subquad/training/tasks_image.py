@@ -42,7 +42,7 @@ class PixelItems(Dataset[dict[str, Tensor]]):
 def image_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the fields that `ImageModelConfig` adds to the decoder's, from a run's settings."""
     names = ("output", "mixtures", "axes", "near", "position_channels")
-    return {name: value for name, value in config.image.identity().items() if name in names}
+    return {name: value for name, value in config.image.to_dict().items() if name in names}
 
 
 @dataclass(frozen=True, kw_only=True)

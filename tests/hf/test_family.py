@@ -246,25 +246,6 @@ def test_a_program_that_knows_transformers_alone_finds_the_classes(tmp_path):
     assert done.stdout == "subquad.hf.model SubquadModel\n", done.stderr[-300:]
 
 
-@pytest.mark.parametrize("make", [
-    pytest.param(FORMS[name], id=name) for name in ("latte", "looped", "post", "perceiver_ar self")
-])  # fmt: skip
-def test_a_folder_with_the_names_of_earlier_releases_is_read(make, tmp_path):
-    model = make()
-    model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    former = {}
-    for name, weight in load_file(file).items():
-        name = name.replace("model.decoder.", "model.").replace("lm_head.weight", "model.head.weight")
-        name = name.replace("lm_head.bias", "model.head_bias")
-        former[f"model.{name}" if name.startswith("lookup.") else name] = weight
-    assert "model.layers.0.attention.out.weight" in former
-    save_file(former, file, metadata={"format": "pt"})
-    assert_exact(SubquadForCausalLM.from_pretrained(tmp_path).double()(prompt()).logits, model(prompt()).logits)
-    hidden = SubquadModel.from_pretrained(tmp_path).double()(prompt()).last_hidden_state
-    assert_exact(hidden, model.model(prompt()).last_hidden_state)
-
-
 def test_a_perceiver_gives_vectors_of_its_latents():
     model, tokens = perceiver_ar(), prompt(2, 11)
     assert model.model(tokens).last_hidden_state.shape == (2, LATENTS, 16)

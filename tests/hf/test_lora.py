@@ -246,15 +246,3 @@ def test_without_peft_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match=r"LoRA needs PEFT: .* -m pip install 'subquad\[peft\]'"):
         lora.add_adapter(language_model(), rank=2)
-
-
-def test_an_adapter_with_the_names_of_earlier_releases_is_read(tmp_path):
-    adapted = adapted_from(language_model())
-    lora.save_adapter(adapted, tmp_path)
-    file, former = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
-    weights = {name.replace("model.decoder.", "model."): w for name, w in load_file(file).items()}
-    assert "base_model.model.model.layers.0.attention.query.lora_A.weight" in weights
-    save_file(weights, file, metadata={"format": "pt"})
-    former.write_text(former.read_text().replace("model.decoder.", "model."))
-    again = lora.load_adapter(language_model(), tmp_path)
-    assert_exact(again(prompt()).logits, adapted(prompt()).logits)

@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 
 from subquad.cli import main
-from subquad.config import digest
 from subquad.data.images import load_images
 from subquad.evaluation import evaluate_images
 from subquad.testing import assert_in_budget
@@ -182,8 +181,7 @@ def test_positions_follow_the_image(make_config, data):
     )
     assert task.make_model().model.embedding.position.table.num_embeddings == 16
     assert beside.make_model().model.embedding.tokens.embedding_dim == 10
-    before = digest({"output": "categorical", "mixtures": 10, "axes": True, "near": 1})
-    assert beside.identity["image"] != task.identity["image"] == before, "runs of earlier releases go on"
+    assert beside.identity["image"] != task.identity["image"]
 
 
 def test_a_changed_run_is_not_resumed(trained, make_config, data, tmp_path):
