@@ -19,7 +19,7 @@ from experiments.harness.train import train_config, trained
 from experiments.harness.units import Unit
 from subquad.config import digest
 from subquad.data.sources import open_source
-from subquad.evaluation.text import Window, losses
+from subquad.evaluation.text import ScoredSpan, losses
 from subquad.models import Decoder
 from subquad.training import RunResult
 
@@ -102,7 +102,7 @@ def nats(model: Decoder, documents_NT: np.ndarray, length: int, scored: int) -> 
     """Return the nats `[N, S]` of each document's last tokens in windows of `length`, of which at most half count."""
     part, last = min(scored, length // 2), documents_NT.shape[1]
     ends = range(last - scored + part - 1, last, part)
-    windows = [Window(end - length, end, end - part + 1) for end in ends]
+    windows = [ScoredSpan(end - length, end, end - part + 1) for end in ends]
     return np.stack([losses(model, tokens_T, windows)[:, -part:].ravel() for tokens_T in documents_NT])
 
 

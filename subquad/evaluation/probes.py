@@ -15,7 +15,7 @@ import torch
 
 from subquad.config import Record, check_at_least
 from subquad.data.probes import ProbeRows
-from subquad.evaluation.text import Window, losses
+from subquad.evaluation.text import ScoredSpan, losses
 from subquad.inference import device_of, inference
 from subquad.models import Decoder
 
@@ -189,7 +189,7 @@ def context_loss(
     for n, length in enumerate(lengths):
         parts = []
         for start in range(0, count, batch_size):
-            batch = [Window(end - length, end, end - length + 1) for end in ends[start : start + batch_size]]
+            batch = [ScoredSpan(end - length, end, end - length + 1) for end in ends[start : start + batch_size]]
             parts.append(losses(model, tokens, batch))
             if progress:
                 progress(n * count + start + len(batch), count * len(lengths))

@@ -27,7 +27,7 @@ from subquad.models import Decoder
 Tokens: TypeAlias = Sequence[int] | np.ndarray | Tensor | TokenSet
 
 
-class Window(NamedTuple):
+class ScoredSpan(NamedTuple):
     """The model reads tokens `start` to `stop - 1`; its predictions of tokens `scored` to `stop` count."""
 
     start: int
@@ -35,7 +35,7 @@ class Window(NamedTuple):
     scored: int
 
 
-def plan(tokens: int, length: int, stride: int, latents: int | None = None) -> list[Window]:
+def plan(tokens: int, length: int, stride: int, latents: int | None = None) -> list[ScoredSpan]:
     """Return windows that predict each of `tokens` tokens except the first exactly once.
 
     Each window reads at most `length` tokens and begins `stride` after the previous one. The first counts all of its
@@ -50,12 +50,12 @@ def plan(tokens: int, length: int, stride: int, latents: int | None = None) -> l
     end = length if latents is None else min(latents, length)
     while stop < tokens - 1:
         stop = min(end, tokens - 1)
-        windows.append(Window(max(0, end - length), stop, scored))
+        windows.append(ScoredSpan(max(0, end - length), stop, scored))
         scored, end = stop + 1, end + stride
     return windows
 
 
-def batches(windows: Sequence[Window], batch_size: int) -> Iterator[list[Window]]:
+def batches(windows: Sequence[ScoredSpan], batch_size: int) -> Iterator[list[ScoredSpan]]:
     """Yield batches of consecutive windows of equal size, so nothing is padded."""
     for _, equal in groupby(windows, key=lambda window: window.stop - window.start):
         group = list(equal)
@@ -63,7 +63,7 @@ def batches(windows: Sequence[Window], batch_size: int) -> Iterator[list[Window]
             yield group[i : i + batch_size]
 
 
-def losses(model: Decoder, tokens: Tokens, batch: list[Window]) -> np.ndarray:
+def losses(model: Decoder, tokens: Tokens, batch: list[ScoredSpan]) -> np.ndarray:
     """Return nats `[B, T]` of each next token as float64; of the last tokens alone if only they are predicted."""
     rows_BT = np.stack([np.asarray(tokens[window.start : window.stop + 1], dtype=np.int64) for window in batch])
     check_vocabulary(model, rows_BT)
@@ -98,16 +98,16 @@ def check_documents(model: Decoder, documents: np.ndarray, tokens: int, skip: in
         )
 
 
-def rows_of(windows: Sequence[Window], length: int) -> Iterator[list[Window]]:
+def rows_of(windows: Sequence[ScoredSpan], length: int) -> Iterator[list[ScoredSpan]]:
     """Return windows packed into rows of at most `length` tokens, first fit."""
-    rows: dict[int, list[Window]] = {}
+    rows: dict[int, list[ScoredSpan]] = {}
     sizes = (window.stop - window.start for window in windows)
     for window, row in zip(windows, first_fit(sizes, length, OPEN_ROWS), strict=True):
         rows.setdefault(row, []).append(window)
     return iter(rows.values())
 
 
-def _losses(model: Decoder, tokens: Tokens, rows: Sequence[Sequence[Window]], length: int) -> list[np.ndarray]:
+def _losses(model: Decoder, tokens: Tokens, rows: Sequence[Sequence[ScoredSpan]], length: int) -> list[np.ndarray]:
     """Return float64 nats of each next token, one array per window, row by row."""
     shape = (len(rows), length)
     tokens_BT, labels_BT = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
@@ -215,7 +215,7 @@ def evaluate(
     if documents is not None:
         check_documents(model, documents, len(tokens), skip)
         planned = [
-            Window(*(start + place for place in window))
+            ScoredSpan(*(start + place for place in window))
             for start, stop in pairwise(np.asarray(documents).tolist())
             for window in plan(stop - start, length, stride)
         ]
@@ -271,8 +271,8 @@ def _check(tokens: int, length: int, stride: int, windows: int | None, batch_siz
 
 
 def _scores(
-    model: Decoder, tokens: Tokens, chosen: Sequence[Window], batch_size: int, length: int, packed: bool
-) -> Iterator[list[tuple[Window, np.ndarray]]]:
+    model: Decoder, tokens: Tokens, chosen: Sequence[ScoredSpan], batch_size: int, length: int, packed: bool
+) -> Iterator[list[tuple[ScoredSpan, np.ndarray]]]:
     """Yield batches of `batch_size` windows, or of packed rows, each window with the nats of its predictions."""
     if not packed:
         for batch in batches(chosen, batch_size):
@@ -284,7 +284,7 @@ def _scores(
 
 
 def _summed(
-    scored: Iterator[list[tuple[Window, np.ndarray]]],
+    scored: Iterator[list[tuple[ScoredSpan, np.ndarray]]],
     length: int,
     windows: int,
     progress: Callable[[int, int], None] | None,

@@ -17,9 +17,9 @@ from subquad.hf.pattern_attention import (
     attend_over,
     check_mechanism,
     check_options,
+    mask_with_offset,
     parts_of,
-    read_standing,
-    standing_mask,
+    read_layout,
 )
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def register() -> list[str]:
     """
     for name in OPTIONS:
         AttentionInterface.register(PREFIX + name, functools.partial(_attention, name))
-        AttentionMaskInterface.register(PREFIX + name, standing_mask)
+        AttentionMaskInterface.register(PREFIX + name, mask_with_offset)
     if not isinstance(vars(PreTrainedConfig).get("subquad"), _Wanted):
         PreTrainedConfig.subquad = _Wanted()  # type: ignore[attr-defined]
         PreTrainedConfig.to_dict = _with_attention(PreTrainedConfig.to_dict)  # type: ignore[method-assign]
@@ -209,8 +209,8 @@ def _attention(
     if is_causal is False or across or getattr(module, "is_causal", True) is False:
         raise ValueError(f"subquad attention is causal, but {type(module).__name__} is not")
     parts = _parts(name, module, query.shape[1])
-    standing = read_standing(attention_mask, query.shape[0], query.shape[2], key.shape[2])
-    out_BHTK = attend_over(query, key, value, parts, standing, scaling, float(dropout))
+    layout = read_layout(attention_mask, query.shape[0], query.shape[2], key.shape[2])
+    out_BHTK = attend_over(query, key, value, parts, layout, scaling, float(dropout))
     return out_BHTK.transpose(1, 2).contiguous(), None
 
 

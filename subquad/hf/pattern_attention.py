@@ -93,7 +93,7 @@ def _parts(name: str, num_heads: int, options: tuple[tuple[str, int | str, type]
     return tuple(Part(heads, union) for heads, union in sight.unions(num_heads))
 
 
-class Standing(NamedTuple):
+class KeyLayout(NamedTuple):
     """Where keys and queries stand: `before` key slots, then those of the T queries; later slots are empty."""
 
     before: int
@@ -101,7 +101,7 @@ class Standing(NamedTuple):
     """Which of the `before + T` slots hold a real token; None: all."""
 
 
-def standing_mask(
+def mask_with_offset(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -129,28 +129,28 @@ def standing_mask(
             f"subquad attention needs a cache that keeps every key from the first one, got keys from {kv_offset} on, "
             f"{kv_length} of them, for queries {before} to {stop - 1}"
         )
-    standing = torch.zeros(batch_size, 1, 1, 1 + kv_length, dtype=torch.int32)
-    standing[..., 0] = before
-    standing[..., 1 : 1 + stop] = 1
+    layout = torch.zeros(batch_size, 1, 1, 1 + kv_length, dtype=torch.int32)
+    layout[..., 0] = before
+    layout[..., 1 : 1 + stop] = 1
     if attention_mask is not None:
         if attention_mask.ndim != 2 or not stop <= attention_mask.shape[1]:
             raise ValueError(
                 f"attention_mask must have a column for each token so far, [{batch_size}, {stop}], "
                 f"got {list(attention_mask.shape)}"
             )
-        standing[:, 0, 0, 1 : 1 + stop] = (attention_mask[:, :stop] != 0).to(standing)
-    return standing
+        layout[:, 0, 0, 1 : 1 + stop] = (attention_mask[:, :stop] != 0).to(layout)
+    return layout
 
 
-def read_standing(mask: Tensor | None, batch: int, queries: int, keys: int) -> Standing:
-    """Read a mask of `standing_mask` (None: queries and keys are the same tokens); `ValueError` for any other mask."""
+def read_layout(mask: Tensor | None, batch: int, queries: int, keys: int) -> KeyLayout:
+    """Read a mask of `mask_with_offset` (None: queries and keys are the same tokens); `ValueError` for another."""
     if mask is None:
         if queries != keys:
             raise ValueError(
                 f"subquad attention was given {queries} queries, {keys} keys and no mask that says where they stand: "
                 "the model must make its masks through transformers' AttentionMaskInterface"
             )
-        return Standing(0, None)
+        return KeyLayout(0, None)
     if mask.dtype != torch.int32 or mask.shape not in ((batch, 1, 1, 1 + keys), (1, 1, 1, 1 + keys)):
         raise ValueError(
             "subquad attention does not support 4-D masks: give a 2-D attention_mask of padding, "
@@ -158,7 +158,7 @@ def read_standing(mask: Tensor | None, batch: int, queries: int, keys: int) -> S
         )
     before = int(mask[0, 0, 0, 0])
     real_BS = mask[:, 0, 0, 1 : 1 + before + queries] != 0
-    return Standing(before, None if bool(real_BS.all()) else real_BS.expand(batch, -1))
+    return KeyLayout(before, None if bool(real_BS.all()) else real_BS.expand(batch, -1))
 
 
 def attend_over(
@@ -166,7 +166,7 @@ def attend_over(
     k_BGSK: Tensor,
     v_BGSK: Tensor,
     parts: Sequence[Part],
-    standing: Standing,
+    layout: KeyLayout,
     scale: float | None,
     dropout_p: float,
 ) -> Tensor:
@@ -174,13 +174,13 @@ def attend_over(
 
     Positions count a row's real tokens; outputs at padding are zero.
     """
-    T, S = q_BHTK.shape[2], standing.before + q_BHTK.shape[2]
+    T, S = q_BHTK.shape[2], layout.before + q_BHTK.shape[2]
     # Skip the key slots that not even the first query reaches; padding, if any, moves before the real tokens below.
     drop = max(0, S - T - _reach(parts)) if T < S else 0
-    q_start: int | Tensor = standing.before
+    q_start: int | Tensor = layout.before
     k_start: int | Tensor = drop
     mask_BT = back_BT = None
-    real_BS = None if standing.real_BS is None else standing.real_BS.to(q_BHTK.device)
+    real_BS = None if layout.real_BS is None else layout.real_BS.to(q_BHTK.device)
     if real_BS is not None and T < S:
         lengths_B = real_BS.sum(-1)
         q_start, k_start = lengths_B - T, lengths_B - S + drop

@@ -20,7 +20,7 @@ from subquad.models.config import DecoderConfig
 from subquad.models.decoder import Decoder
 from subquad.models.matrices import WeightMatrix
 from subquad.models.perceiver_layer import Kept, LatentAttention, LatentBlock, draw
-from subquad.models.perceiver_window import History, Number, Parts, Window, compress, cut, neighbours, thin
+from subquad.models.perceiver_window import History, LastTokens, Number, Parts, compress, cut, neighbours, thin
 from subquad.models.stacks import Decode, PerceiverAROptions
 from subquad.ops.caches import advance, last_slots
 from subquad.ops.padding import Compaction, compaction, real_slots, scatter
@@ -156,7 +156,7 @@ class PerceiverAR(Decoder):
         alone = isinstance(used, int) and used >= self.latents and self.options.decode == "exact"
         if alone and isinstance(after, int):
             tokens_BW = tokens_BT if state is None else self._last_tokens(tokens_BT, state, None)
-            return self._state(Window.of(tokens_BW, None, self.limit).tokens_BW, after, after - self.latents, {})
+            return self._state(LastTokens.of(tokens_BW, None, self.limit).tokens_BW, after, after - self.latents, {})
         if state is not None:
             return self.hidden(tokens_BT, state)[1]
         return self.hidden(tokens_BT, latents=self.options.prompt_latents)[1]
@@ -300,11 +300,11 @@ class PerceiverAR(Decoder):
 
     # The pass over a window.
 
-    def _cut(self, tokens_BT: Tensor, moved: Compaction | None, latents: int | None = None) -> tuple[Window, Parts]:
+    def _cut(self, tokens_BT: Tensor, moved: Compaction | None, latents: int | None = None) -> tuple[LastTokens, Parts]:
         """Return the last tokens of whole rows, and their latents and history."""
         if latents is not None and not 1 <= latents <= self.latents:
             raise ValueError(f"latents must be between 1 and the model's {self.latents}, got {latents}")
-        window = Window.of(tokens_BT, moved, self.limit)
+        window = LastTokens.of(tokens_BT, moved, self.limit)
         return window, window.parts(latents or self.latents, self.options.history_tokens)
 
     def _history_keys(self, i: int, start: Number) -> Number:
@@ -319,7 +319,7 @@ class PerceiverAR(Decoder):
             return min(start, options.history_tokens or start)
         return start if self.limit is None else start.clamp(max=options.history_tokens)
 
-    def _restart(self, window: Window, parts: Parts, between: list[Tensor] | None = None) -> tuple[Tensor, State]:
+    def _restart(self, window: LastTokens, parts: Parts, between: list[Tensor] | None = None) -> tuple[Tensor, State]:
         """Run one pass and return the vectors of the latents, each row's first one in slot 0, and the state."""
         layers: dict[str, State] = {}
         # In mode exact, once all latents are used, each token recomputes all keys: keep none.
@@ -334,7 +334,7 @@ class PerceiverAR(Decoder):
 
     def _through(
         self,
-        window: Window,
+        window: LastTokens,
         parts: Parts,
         layers: dict[str, State] | None = None,
         prefix_dropout: float = 0.0,
@@ -443,7 +443,7 @@ class PerceiverAR(Decoder):
                 "tokens, give the prompt fewer latents (refill), or choose decode exact or refill"
             )
         first = after - (self.latents if options.decode == "exact" else options.kept)
-        window = Window.from_last(self._last_tokens(token_B1, state, new_B), after)
+        window = LastTokens.from_last(self._last_tokens(token_B1, state, new_B), after)
         if isinstance(first, int) and isinstance(after, int):
             # A row taken out of a batch that restarted may have latents left.
             start = first if bool(full) else start

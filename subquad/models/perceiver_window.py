@@ -32,7 +32,7 @@ class Parts(NamedTuple):
     """Slots of the history: the most that any row has."""
 
 
-class Window(NamedTuple):
+class LastTokens(NamedTuple):
     """The last tokens of each row."""
 
     tokens_BW: Tensor
@@ -44,7 +44,7 @@ class Window(NamedTuple):
     """Number of real tokens in each row; None: W."""
 
     @classmethod
-    def of(cls, tokens_BT: Tensor, moved: Compaction | None, limit: int | None) -> Window:
+    def of(cls, tokens_BT: Tensor, moved: Compaction | None, limit: int | None) -> LastTokens:
         """Return the last `limit` (None: all) real tokens of each row; `moved` says where padding stands."""
         T = tokens_BT.shape[1]
         slots = T if limit is None else min(T, limit)
@@ -57,7 +57,7 @@ class Window(NamedTuple):
         return cls(tokens_BW, 0 if slots == T else first_B, moved.lengths_B, lengths_B)
 
     @classmethod
-    def from_last(cls, last_BW: Tensor, seen: Number) -> Window:
+    def from_last(cls, last_BW: Tensor, seen: Number) -> LastTokens:
         """Return the window whose `last` is `last_BW`."""
         slots = last_BW.shape[1]
         if isinstance(seen, int):
@@ -99,7 +99,7 @@ class History(NamedTuple):
     """Number of leading slots that hold nothing."""
 
 
-def cut(x_BWD: Tensor, window: Window, parts: Parts) -> tuple[History, Tensor]:
+def cut(x_BWD: Tensor, window: LastTokens, parts: Parts) -> tuple[History, Tensor]:
     """Cut the window's vectors into those before the first latent and those of the latents."""
     start, latents, history = parts
     if isinstance(start, int) and isinstance(window.first, int):

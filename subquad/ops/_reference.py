@@ -95,7 +95,7 @@ def running_softmax(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`a_t = log(exp a_{t-1} + exp k_t)`, `S_t = exp(a_{t-1} - a_t) S_{t-1} + exp(k_t - a_t) (x) v_t`, `o_t = p_t S_t`.
 
-    Returns the outputs, every `a_t`, and the last `a` and `S`. `a` is float64: see `subquad.ops._torch.halves`.
+    Returns the outputs, every `a_t`, and the last `a` and `S`. `a` is float64: see `subquad.ops._torch.log_space_sums`.
     """
     out, lse = [], []
     for t in range(v_NTV.shape[1]):

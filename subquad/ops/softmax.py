@@ -16,7 +16,7 @@ from subquad.ops import _reference as reference
 from subquad.ops._sequential import scan as sequential
 from subquad.ops._torch import single
 from subquad.ops._torch import softmax as chunked
-from subquad.ops._torch.halves import running_logsumexp as chunked_logsumexp
+from subquad.ops._torch.log_space_sums import running_logsumexp as chunked_logsumexp
 from subquad.ops._torch.softmax import EMPTY as EMPTY
 from subquad.ops.backends import choose, without_autocast
 from subquad.ops.padding import check_mask

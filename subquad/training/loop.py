@@ -34,7 +34,7 @@ from subquad.training.optimizers import build_optimizer
 from subquad.training.processes import Processes, now_at
 from subquad.training.progress import Bar, Meter, Metrics, Pace, tell
 from subquad.training.reading import DealtBatches, HeldOutBatches, NumberedWindows, RunOrder, naming
-from subquad.training.saving import CHECKPOINTS, Checkpoints, ShardedCheckpoints, Standing
+from subquad.training.saving import CHECKPOINTS, Checkpoints, ShardedCheckpoints, TrainerState
 from subquad.training.task import Batch, Task, count_items
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Loop:
         self.sharing: Callable[[], AbstractContextManager[Any]] = processes.sharing_windows()
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scheduler = LambdaLR(self.optimizer, lambda step: self.config.schedule.factor(step, self.steps))
-        self.standing = Standing()
+        self.state = TrainerState()
         kind = ShardedCheckpoints if self.sharded else Checkpoints
         self.checkpoints = kind(
             folder / CHECKPOINTS, task, self.model, self.optimizer, self.scheduler, processes, settings
@@ -103,28 +103,28 @@ class Loop:
         """Train from the checkpoint `start`, or from scratch if None, to the last step or a signal."""
         run = self.config.run
         if start is not None:
-            self.standing = self.checkpoints.load(start)
+            self.state = self.checkpoints.load(start)
         if self.processes.first:
-            self.metrics.begin(self.standing.step)
+            self.metrics.begin(self.state.step)
             self.announce()
-        self.bar.begin(self.standing.step)
+        self.bar.begin(self.state.step)
         self.spread.train()
-        self.pace = Pace(run.minutes, self.standing.step)
+        self.pace = Pace(run.minutes, self.state.step)
         try:
             with StopSignal() as stop, naming(self.windows, self.config.data.worker_timeout):
-                ended = self.steps is not None and self.standing.step >= self.steps
+                ended = self.steps is not None and self.state.step >= self.steps
                 batches = iter(()) if ended else iter(self.train_batches())
                 while not ended:
                     parts: list[Batch] = [next(batches) for _ in range(self.config.batch.accumulation)]
                     if start is not None:  # after the first batch, because starting a loader draws a random number
-                        self.checkpoints.load_random_numbers(start, self.standing.step)
+                        self.checkpoints.load_random_numbers(start, self.state.step)
                         start = None
                     self.meter.start()
                     measured = self.train_step(parts)
                     self.meter.stop()
                     self.after_step()
 
-                    step = self.standing.step
+                    step = self.state.step
                     last = step == self.steps
                     [self.interrupted] = self.processes.any_of(stop.received)
                     ended = last or self.interrupted
@@ -140,7 +140,7 @@ class Loop:
                     if evaluates:
                         saves |= self.is_best(self.report_evaluation())
                     if saves:
-                        self.checkpoints.save(self.standing)
+                        self.checkpoints.save(self.state)
         finally:
             self.bar.close()
             self.metrics.close()
@@ -160,7 +160,7 @@ class Loop:
             return steps / interval * items / 3 if interval else 0.0
 
         def fix() -> int | None:
-            steps = self.pace.steps_that_fit(self.standing.step, evaluating)
+            steps = self.pace.steps_that_fit(self.state.step, evaluating)
             if steps is not None:
                 self.task.write_settings(steps)
                 tell(self.console, self.extent(steps))
@@ -192,7 +192,7 @@ class Loop:
         order = RunOrder(len(self.windows), self.config.run.seed, total, self.task.together)
         dealt = DealtBatches(order, batch.size, processes.data_rank, processes.data_ranks)
         loader = self.loader(self.windows, dealt)
-        done = self.standing.step * batch.accumulation
+        done = self.state.step * batch.accumulation
         return skip_first_batches(loader, done) if done else loader
 
     def loader(self, items: Dataset[Any], batches: Sampler[list[int]]) -> DataLoader[Any]:
@@ -220,7 +220,7 @@ class Loop:
         total = torch.nn.utils.get_total_norm(gradients)
         norm = float(total.full_tensor() if hasattr(total, "full_tensor") else total)
         if math.isfinite(norm):
-            self.standing.skipped_in_a_row = 0
+            self.state.skipped_in_a_row = 0
             if self.config.optimizer.clip > 0:
                 torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.optimizer.clip, total)
         else:
@@ -228,7 +228,7 @@ class Loop:
         self.optimizer.step()
         rate = float(self.scheduler.get_last_lr()[0])
         self.model.zero_grad()
-        self.standing.step += 1
+        self.state.step += 1
         if self.steps is None:  # before the next rate, which depends on it
             self.fix_steps()
         self.scheduler.step()
@@ -244,7 +244,7 @@ class Loop:
 
     def training_pass(self, batch: Batch, labels: Tensor | None, *, last: bool) -> None:
         """Add the gradients of one batch, exchanged after the `last` one; raise `StepMemoryError` if out of memory."""
-        step = self.standing.step + 1
+        step = self.state.step + 1
         self.step_windows += batch.pop("window").tolist()
         if self.task.augment is not None:
             batch = self.task.augment(batch)
@@ -286,24 +286,24 @@ class Loop:
 
     def leave_out(self, norm: float, sum_before: Tensor) -> None:
         """Skip a step whose gradient `norm`, equal everywhere, isn't finite (for good), or raise `NonFiniteError`."""
-        standing, run = self.standing, self.config.run
-        cause = self.cause(norm).describe(standing.step + 1, self.processes.world)
+        state, run = self.state, self.config.run
+        cause = self.cause(norm).describe(state.step + 1, self.processes.world)
         newest = self.checkpoints.newest_name()
         if run.nonfinite == "stop":
             raise NonFiniteError(
                 f"{cause}; the optimizer has not stepped and nothing was saved. Newest checkpoint: {newest}. Try a "
                 "lower optimizer.lr, a longer schedule.warmup or optimizer.clip; run.nonfinite=skip skips such steps"
             )
-        standing.skipped += 1
-        standing.skipped_in_a_row += 1
-        if standing.skipped_in_a_row >= run.nonfinite_limit:
+        state.skipped += 1
+        state.skipped_in_a_row += 1
+        if state.skipped_in_a_row >= run.nonfinite_limit:
             raise NonFiniteError(
                 f"{cause}: run.nonfinite_limit={run.nonfinite_limit} steps in a row were not finite "
-                f"({standing.skipped} in total); nothing was saved since {newest}. Try a lower optimizer.lr, a longer "
+                f"({state.skipped} in total); nothing was saved since {newest}. Try a lower optimizer.lr, a longer "
                 "schedule.warmup or optimizer.clip"
             )
         if self.processes.first:
-            logger.warning("%s; skipped the step (%d so far)", cause, standing.skipped)
+            logger.warning("%s; skipped the step (%d so far)", cause, state.skipped)
         self.model.zero_grad()  # without a gradient the optimizer changes neither parameters, moments nor decay
         self.loss_sum = sum_before  # reported losses leave out skipped steps
         self.loss_steps -= 1
@@ -322,7 +322,7 @@ class Loop:
     def after_step(self) -> None:
         """Call `attention.after_step` before saves; broadcast buffers that it redraws from rank 0."""
         before = [buffer._version for buffer in self.model.buffers()]
-        after_step(self.model, self.standing.step)
+        after_step(self.model, self.state.step)
         for buffer, version in zip(self.model.buffers(), before, strict=True):
             if self.processes.world > 1 and buffer._version != version:
                 torch.distributed.broadcast(buffer, src=0)
@@ -333,15 +333,15 @@ class Loop:
             return
         loss = self.accelerator.gather(self.loss_sum).mean().item() / self.loss_steps
         self.loss_sum, self.loss_steps = torch.zeros_like(self.loss_sum), 0
-        self.metrics.training(self.standing.step, {"loss": loss, **measured}, self.standing.skipped)
-        self.bar.report(self.standing.step, {"loss": loss})
+        self.metrics.training(self.state.step, {"loss": loss, **measured}, self.state.skipped)
+        self.bar.report(self.state.step, {"loss": loss})
 
     def report_evaluation(self) -> dict[str, float]:
         """Evaluate on the held-out items, report the values and return them."""
-        now_at(f"the evaluation after step {self.standing.step}")
+        now_at(f"the evaluation after step {self.state.step}")
         measured = self.evaluate()
-        self.metrics.evaluation(self.standing.step, measured)
-        self.bar.report(self.standing.step, measured)
+        self.metrics.evaluation(self.state.step, measured)
+        self.bar.report(self.state.step, measured)
         return measured
 
     @torch.no_grad()
@@ -364,12 +364,12 @@ class Loop:
 
     def load_best(self) -> None:
         """Load the weights of the step with the lowest held-out loss, if that isn't the last step."""
-        standing = self.standing
-        if standing.best_step is None or standing.best_step == standing.step:
+        state = self.state
+        if state.best_step is None or state.best_step == state.step:
             return
-        self.checkpoints.load_weights(self.checkpoints.root / checkpoint.name_of(standing.best_step))
+        self.checkpoints.load_weights(self.checkpoints.root / checkpoint.name_of(state.best_step))
         if self.processes.first:
-            logger.info("the model has the weights of step %d, which has the lowest held-out loss", standing.best_step)
+            logger.info("the model has the weights of step %d, which has the lowest held-out loss", state.best_step)
 
     def gather_rows(self, values_B: Tensor, size: int, counts: list[int]) -> Tensor:
         """Return the values of all processes in the order of the items, without the padding of batches to `size`."""
@@ -386,12 +386,12 @@ class Loop:
 
     def is_best(self, measured: dict[str, float]) -> bool:
         """Return whether the held-out loss is the lowest so far, and record it if so."""
-        standing, loss = self.standing, measured["eval_loss"]
+        state, loss = self.state, measured["eval_loss"]
         if not math.isfinite(loss):
-            raise NonFiniteError(f"the held-out loss is {loss} after step {standing.step}; nothing was saved")
-        best = standing.best_loss is None or loss < standing.best_loss
+            raise NonFiniteError(f"the held-out loss is {loss} after step {state.step}; nothing was saved")
+        best = state.best_loss is None or loss < state.best_loss
         if best:
-            standing.best_loss, standing.best_step = loss, standing.step
+            state.best_loss, state.best_step = loss, state.step
         return best
 
 

@@ -226,21 +226,21 @@ def _run(
         draw_curves(records, folder / CURVES, title=title, unit=task.unit)
     if not loop.interrupted:
         loop.checkpoints.save_final(folder)
-    standing, meter = loop.standing, loop.meter
+    state, meter = loop.state, loop.meter
     return RunResult(
         folder=folder,
         config=loop.config,
         model=_plain_model(loop),
         corpus=task.data,
-        steps=standing.step,
-        tokens=standing.step * meter.step_tokens,
+        steps=state.step,
+        tokens=state.step * meter.step_tokens,
         parameters=parameters,
         seconds=meter.seconds,
         tokens_per_second=meter.tokens_per_second,
-        best_step=standing.best_step,
-        best_loss=standing.best_loss,
+        best_step=state.best_step,
+        best_loss=state.best_loss,
         interrupted=loop.interrupted,
-        skipped=standing.skipped,
+        skipped=state.skipped,
     )
 
 

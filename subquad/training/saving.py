@@ -42,7 +42,7 @@ STATE, SKIPPED = "trainer_state.json", "skipped.json"
 
 
 @dataclass
-class Standing:
+class TrainerState:
     """Training progress of a run."""
 
     step: int = 0
@@ -64,7 +64,7 @@ class Standing:
             (folder / SKIPPED).write_text(json.dumps(counts))
 
     @classmethod
-    def read(cls, folder: Path) -> Standing:
+    def read(cls, folder: Path) -> TrainerState:
         """Read the files of `write` (the keys are those of transformers' Trainer). Raises `CheckpointError`."""
         with reading(folder / STATE):
             state = read_json(folder / STATE)
@@ -101,13 +101,13 @@ class Checkpoints:
         published = checkpoint.listing(self.root)
         return published[-1][1].name if published else "none"
 
-    def save(self, standing: Standing) -> None:
+    def save(self, state: TrainerState) -> None:
         """Publish a checkpoint, then delete old ones. All processes must call it.
 
         Raises `NonFiniteError` for non-finite weights and `SaveError` if the disk fails; both leave nothing of the
         checkpoint, and earlier ones untouched.
         """
-        step = standing.step
+        step = state.step
         now_at(f"the checkpoint of step {step}")
         folder = checkpoint.aside(self.root, step)
         together, first = self.processes.together, self.processes.first
@@ -125,7 +125,7 @@ class Checkpoints:
             with together():
                 save_rng(rng_file(folder, self.processes.rank))
                 if first:
-                    standing.write(folder)
+                    state.write(folder)
                     for name, content in self.task.files.items():
                         (folder / name).write_bytes(content)
             with together():
@@ -133,7 +133,7 @@ class Checkpoints:
                     checkpoint.publish(folder, self.root / checkpoint.name_of(step), step=step, settings=self.settings)
         with together():
             if first:
-                checkpoint.rotate(self.root, keep=self.task.config.run.keep, best_step=standing.best_step)
+                checkpoint.rotate(self.root, keep=self.task.config.run.keep, best_step=state.best_step)
 
     def save_final(self, folder: Path) -> None:
         """Write the model to the run's folder. All processes must call it."""
@@ -156,13 +156,13 @@ class Checkpoints:
                     write_checksums(folder, names.union(self.task.files))
                     disk.sync(folder)
 
-    def load(self, folder: Path) -> Standing:
+    def load(self, folder: Path) -> TrainerState:
         """Load weights, optimizer and schedule strictly. Raises `CheckpointError`. All processes must call it."""
         in_shards = (folder / "optimizer").is_dir()
         for name in (STATE, "optimizer" if in_shards else "optimizer.pt", "scheduler.pt"):
             if not (folder / name).exists():
                 raise CheckpointError(f"{folder} lacks {name}, and resuming without it would change the run")
-        standing = Standing.read(folder)
+        state = TrainerState.read(folder)
         self.load_weights(folder)
         with reading(folder):
             if in_shards:
@@ -172,7 +172,7 @@ class Checkpoints:
             self.scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
-        return standing
+        return state
 
     def load_random_numbers(self, folder: Path, step: int) -> None:
         """Restore all random generators, or reseed them if another number of processes made the checkpoint."""

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from subquad.hf.pattern_attention import Standing, attend_over, parts_of, read_standing, standing_mask
+from subquad.hf.pattern_attention import KeyLayout, attend_over, mask_with_offset, parts_of, read_layout
 from subquad.testing import assert_in_budget, assert_same_maths
 from subquad.testing.tools import LINEAR_GROWTH, largest_allocation
 from tests.hf.small import STOCK_OPTIONS, stock, stock_tokens
@@ -28,7 +28,7 @@ def test_bfloat16_is_as_near_as_the_plain_form(name):
     shared = [x.repeat_interleave(2, 1) for x in (k, v)]
     exact = F.scaled_dot_product_attention(q.double(), *(x.double() for x in shared), attn_mask=mask_BHTS, scale=0.3)
     plain = F.scaled_dot_product_attention(q, *shared, attn_mask=mask_BHTS, scale=0.3)
-    ours = attend_over(q, k, v, parts_of(name, 4, STOCK_OPTIONS[name]), Standing(0, None), 0.3, 0.0)
+    ours = attend_over(q, k, v, parts_of(name, 4, STOCK_OPTIONS[name]), KeyLayout(0, None), 0.3, 0.0)
     assert ours.dtype == torch.bfloat16
     assert_in_budget(ours, plain, exact, torch.bfloat16, name)
 
@@ -38,9 +38,9 @@ def test_dropout_acts_on_the_weights(name):
     q, k, _ = inputs(8)
     v = torch.eye(8, dtype=torch.float64).expand(2, 2, 8, 8)  # the outputs are the weights
     parts = parts_of(name, 4, STOCK_OPTIONS[name])
-    weights = attend_over(q, k, v, parts, Standing(0, None), None, 0.0)
+    weights = attend_over(q, k, v, parts, KeyLayout(0, None), None, 0.0)
     torch.manual_seed(2)
-    dropped = attend_over(q, k, v, parts, Standing(0, None), None, 0.25)
+    dropped = attend_over(q, k, v, parts, KeyLayout(0, None), None, 0.25)
     kept = dropped != 0
     assert_same_maths(dropped[kept], weights[kept] / 0.75)
     assert 0 < (weights[~kept] > 0).sum() < kept.sum()
@@ -56,8 +56,8 @@ def test_memory_of_a_prompt_grows_with_its_length(name, left):
         parts = parts_of(name, 4, STOCK_OPTIONS[name])
 
         def step():
-            standing = read_standing(standing_mask(1, T, T, attention_mask=mask_BT), 1, T, T)
-            attend_over(q, k, v, parts, standing, None, 0.0).sum().backward()
+            layout = read_layout(mask_with_offset(1, T, T, attention_mask=mask_BT), 1, T, T)
+            attend_over(q, k, v, parts, layout, None, 0.0).sum().backward()
 
         return largest_allocation(step)
 
@@ -81,10 +81,18 @@ def test_masks_that_are_refused():
     assert_refused(
         (lambda: model(x_BT, masks), ValueError, r"does not support 4-D masks: give a 2-D .* of padding, got torch\.b"),
         (lambda: model(x_BT, position_ids=packed, use_cache=False), ValueError, "not packed documents"),
-        (lambda: standing_mask(1, 5, 5, **sliding), ValueError, r"sliding or chunked layer \(of 4 tokens\) has one of"),
-        (lambda: standing_mask(1, 5, 5, mask_function=lambda *_: True), ValueError, "nor bidirectional attention"),
-        (lambda: standing_mask(1, 5, 5, 2, 2), ValueError, r"from the first one, got keys from 2 on, 5 of .* 2 to 6"),
-        (lambda: standing_mask(1, 5, 9, 2, attention_mask=short), ValueError, r"so far, \[1, 7\], got \[1, 5\]"),
-        (lambda: read_standing(None, 1, 2, 5), ValueError, "2 queries, 5 keys and no mask that says where they stand"),
+        (
+            lambda: mask_with_offset(1, 5, 5, **sliding),
+            ValueError,
+            r"sliding or chunked layer \(of 4 tokens\) has one of",
+        ),
+        (lambda: mask_with_offset(1, 5, 5, mask_function=lambda *_: True), ValueError, "nor bidirectional attention"),
+        (
+            lambda: mask_with_offset(1, 5, 5, 2, 2),
+            ValueError,
+            r"from the first one, got keys from 2 on, 5 .* 2 to 6",
+        ),
+        (lambda: mask_with_offset(1, 5, 9, 2, attention_mask=short), ValueError, r"so far, \[1, 7\], got \[1, 5\]"),
+        (lambda: read_layout(None, 1, 2, 5), ValueError, "2 queries, 5 keys and no mask that says where they stand"),
     )
-    assert read_standing(None, 1, 5, 5) == Standing(0, None)
+    assert read_layout(None, 1, 5, 5) == KeyLayout(0, None)

@@ -218,9 +218,9 @@ def test_kept_masks_serve_training_after_inference():
     assert not any(x.is_inference() for x in mask.as_tuple() if isinstance(x, torch.Tensor))
 
 
-@pytest.mark.parametrize("rows", ["standing", "documents", pytest.param("elsewhere", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", ["layout", "documents", pytest.param("elsewhere", marks=pytest.mark.slow)])
 def test_a_callers_graph_takes_it_in(rows):
-    options = {} if rows == "standing" else rows_of(150, 150)[rows]
+    options = {} if rows == "layout" else rows_of(150, 150)[rows]
 
     def run(*x):
         return block_attention_with_lse(*x, Segments(size=70), backend="flex", **options)

@@ -9,7 +9,7 @@ from subquad.ops import SoftmaxState, running_softmax
 from subquad.ops import softmax as engine
 from subquad.ops._torch import halves
 from subquad.ops._torch import softmax as chunked
-from subquad.ops._torch.halves import running_logsumexp_backward_op, running_logsumexp_op
+from subquad.ops._torch.log_space_sums import running_logsumexp_backward_op, running_logsumexp_op
 from subquad.ops._torch.softmax import EMPTY, running_softmax_backward_op, running_softmax_op
 from subquad.ops.softmax import gated_mean, running_logsumexp
 from subquad.testing import LOW_PRECISION, assert_exact, assert_in_budget, assert_same_maths, mask_with

@@ -129,7 +129,7 @@ def before_pass(note):
 
 def recording(seen):
     """Keep the step and the windows of each batch."""
-    return before_pass(lambda loop, batch: seen.append((loop.standing.step, batch["window"].tolist())))
+    return before_pass(lambda loop, batch: seen.append((loop.state.step, batch["window"].tolist())))
 
 
 def error_of(folder, changes):
@@ -182,7 +182,7 @@ def nonfinite(folder, rank, runs):
 
     def poisoned(compute):
         def changed(self, *args):
-            bad = self.standing.step == 2 and self.processes.rank == self.processes.world - 1
+            bad = self.state.step == 2 and self.processes.rank == self.processes.world - 1
             return compute(self, *args) * (torch.nan if bad else 1)
 
         return changed
@@ -259,7 +259,7 @@ def lost(rank, folder, how):
     """Process 1 dies or hangs in step 2."""
 
     def end(loop, batch):
-        if rank == 1 and loop.standing.step == 1:
+        if rank == 1 and loop.state.step == 1:
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             end = time.monotonic() + 60

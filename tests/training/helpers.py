@@ -100,7 +100,7 @@ def change_loss(patch: pytest.MonkeyPatch, steps: set[int], change: Callable[[to
 
     def changed(self: Loop, *args: Any) -> torch.Tensor:
         value = loss(self, *args)
-        return change(value) if self.standing.step + 1 in steps else value
+        return change(value) if self.state.step + 1 in steps else value
 
     patch.setattr(Loop, "loss", changed)
 

@@ -101,10 +101,10 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_and_a_resume_keeps_count(ma
 def test_weights_that_are_not_finite_are_never_saved(make_config, tmp_path, monkeypatch):
     save = Checkpoints.save
 
-    def break_weights(self, standing):
-        if standing.step == 4:
+    def break_weights(self, state):
+        if state.step == 4:
             next(self.model.parameters()).data[0, 0] = math.nan
-        save(self, standing)
+        save(self, state)
 
     monkeypatch.setattr(Checkpoints, "save", break_weights)
     with pytest.raises(NonFiniteError, match=r"the weight model\.\S+ is not finite after step 4.*checkpoint-2"):
@@ -119,7 +119,7 @@ def test_a_held_out_loss_that_is_not_finite_stops_the_run(make_config, monkeypat
 
 
 def test_the_best_checkpoint_survives_rotation_and_a_resume(make_config, monkeypatch):
-    monkeypatch.setattr(Loop, "evaluate", lambda self: {"eval_loss": 1.0 + self.standing.step})
+    monkeypatch.setattr(Loop, "evaluate", lambda self: {"eval_loss": 1.0 + self.state.step})
     for steps, kept in ((4, [1, 3, 4]), (6, [1, 5, 6])):
         result = train(make_config(steps=steps, save_every=1, eval_every=1, keep=2))
         assert steps_of(result.folder / "checkpoints") == kept

@@ -17,7 +17,7 @@ from subquad.checksums import CHECKSUMS
 from subquad.training import checkpoint, train
 from subquad.training.errors import CheckpointError, SaveError
 from subquad.training.processes import Processes
-from subquad.training.saving import Checkpoints, Standing, load_rng, save_rng
+from subquad.training.saving import Checkpoints, TrainerState, load_rng, save_rng
 from subquad.training.task import weights_file
 from tests.training.helpers import assert_same_weights, raising, steps_of
 
@@ -76,13 +76,13 @@ def test_a_crash_at_any_moment_of_a_save_leaves_a_complete_checkpoint(tmp_path, 
     for number in itertools.count(1):
         root = tmp_path / str(number)
         checkpoints = checkpoints_in(root)
-        checkpoints.save(Standing(step=1))
-        crashed = crashes(lambda saving=checkpoints: saving.save(Standing(step=last)), number)
+        checkpoints.save(TrainerState(step=1))
+        crashed = crashes(lambda saving=checkpoints: saving.save(TrainerState(step=last)), number)
         if not again:
             assert checkpoint.newest_complete(root) is not None
         checkpoint.sweep(root)
         assert checkpoint.newest_complete(root) is not None
-        checkpoints.save(Standing(step=last))
+        checkpoints.save(TrainerState(step=last))
         assert steps_of(root) == [last]
         if not crashed:
             break
@@ -140,13 +140,13 @@ def test_a_final_model_without_room_is_not_left_half_and_other_errors_are_not_ca
     assert not {".saving-model", *model} & {path.name for path in run_at_4.iterdir()}
     monkeypatch.setattr(Checkpoints, "write_weights", raising(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
-        checkpoints_in(tmp_path / "checkpoints").save(Standing(step=1))
+        checkpoints_in(tmp_path / "checkpoints").save(TrainerState(step=1))
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "trainer_state.json"])
 def test_a_checkpoint_without_one_of_its_files_is_not_loaded(tmp_path, name):
     checkpoints = checkpoints_in(tmp_path)
-    checkpoints.save(Standing(step=1))
+    checkpoints.save(TrainerState(step=1))
     (tmp_path / "checkpoint-1" / name).unlink()
     with pytest.raises(CheckpointError, match=f"lacks {name}, and resuming without it would change the run"):
         checkpoints.load(tmp_path / "checkpoint-1")

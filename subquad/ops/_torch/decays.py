@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.ops._torch.halves import LIMIT, PairWeights
+from subquad.ops._torch.log_space_sums import LIMIT, PairWeights
 from subquad.ops.groups import by_groups, by_heads
 
 
@@ -79,7 +79,7 @@ class Decay:
         return PairWeights(-self.G, -self.G, self.dtype)
 
     @functools.cached_property
-    def late(self) -> Tensor | None:
+    def needs_safe_form(self) -> Tensor | None:
         """Rows `[M, C, 1]` that need `pairs` (None: none of them); the others take `from_row`."""
         assert self.G is not None
         if self.G.device.type not in ("cpu", "meta"):  # a test of the decays would wait for the device
@@ -112,10 +112,10 @@ class Decay:
         """Return the weight `[M, C, C]` of value j in row i: in float64 if q and k are, and decays not by channel."""
         if self.by_channel:
             scores_MCC = torch.bmm(self.rows(q_NCK), self._scaled(k_NCK, self.from_row).mT).tril_()
-            if self.late is None:
+            if self.needs_safe_form is None:
                 return scores_MCC
             safe_MCC = self.pairs.scores(by_heads(q_NCK, self.share), by_heads(k_NCK, self.share))
-            return torch.where(self.late, safe_MCC, scores_MCC)
+            return torch.where(self.needs_safe_form, safe_MCC, scores_MCC)
         scores_NCC = torch.bmm(q_NCK, k_NCK.mT)
         if self.G is None:
             return by_heads(scores_NCC.tril_(), self.share)
@@ -160,18 +160,18 @@ class Decay:
         """Return `sum_j x_ij k_jc exp(G_ic - G_jc)` for a lower-triangular x and decays by channel."""
         assert self.to_row is not None
         sums_MCK = torch.bmm(x_MCC, k_MCK * self.from_row).mul_(self.to_row)
-        if self.late is None:
+        if self.needs_safe_form is None:
             return sums_MCK
-        return torch.where(self.late, self.pairs.over_columns(x_MCC, k_MCK), sums_MCK)
+        return torch.where(self.needs_safe_form, self.pairs.over_columns(x_MCC, k_MCK), sums_MCK)
 
     def over_rows(self, x_MCC: Tensor, q_MCK: Tensor) -> Tensor:
         """Return `sum_i x_ij q_ic exp(G_ic - G_jc)` for a lower-triangular x and decays by channel."""
         assert self.to_row is not None
         sums_MCK = torch.bmm(x_MCC.mT, q_MCK * self.to_row).mul_(self.from_row)
-        if self.late is None:
+        if self.needs_safe_form is None:
             return sums_MCK
         # A whole chunk of a head: its late rows reach all columns.
-        return torch.where(self.late[:, -1:], self.pairs.over_rows(x_MCC, q_MCK), sums_MCK)
+        return torch.where(self.needs_safe_form[:, -1:], self.pairs.over_rows(x_MCC, q_MCK), sums_MCK)
 
     def _dot(self, x_NCK: Tensor, y_MCK: Tensor) -> Tensor:
         """Return the sum over channels `[M, C]` of a group's tensor times a head's."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad.ops._torch.halves import power_of_two
+from subquad.ops._torch.log_space_sums import power_of_two
 
 ENTRIES = 1 << 16
 """Most entries of a piece's tensors, unless one chunk has more: enough for two threads, and few enough for a cache."""
@@ -71,14 +71,14 @@ class Piece(NamedTuple):
     def before(self, end_NKV: Tensor, added_MKV: Tensor, decay: Tensor | None, into: Tensor) -> Tensor:
         """Return the state before each chunk `[M, K, V]`, in `into`; `end` moves from before the piece to after it."""
         into[0].copy_(end_NKV)
-        follow([*into.unbind(), end_NKV], added_MKV, decay)
+        propagate([*into.unbind(), end_NKV], added_MKV, decay)
         return into.flatten(0, 1)
 
     def after(self, start_NKV: Tensor, added_MKV: Tensor, decay: Tensor | None) -> Tensor:
         """Return the state's gradient after each chunk `[M, K, V]`; `start` moves from after the piece to before it."""
         into = added_MKV.new_empty(self.chunks, *start_NKV.shape)
         into[-1].copy_(start_NKV)
-        follow([start_NKV, *into.unbind()][::-1], added_MKV, decay, back=True)
+        propagate([start_NKV, *into.unbind()][::-1], added_MKV, decay, back=True)
         return into.flatten(0, 1)
 
 
@@ -96,7 +96,7 @@ def pieces_of(x_NTK: Tensor, chunk: int, widest: int, *, whole: bool = False) ->
     return pieces
 
 
-def follow(into: Sequence[Tensor], added_MKV: Tensor, decay_MKV: Tensor | None, *, back: bool = False) -> None:
+def propagate(into: Sequence[Tensor], added_MKV: Tensor, decay_MKV: Tensor | None, *, back: bool = False) -> None:
     """`into[n + 1] = decay[n] into[n] + added[n]`, over the chunks of a piece, or their reverse if `back`."""
     step, count = -1 if back else 1, len(into) - 1
     added = added_MKV.view(count, *into[0].shape).unbind()[::step]

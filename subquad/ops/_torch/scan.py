@@ -16,7 +16,7 @@ from torch import Tensor
 
 from subquad.memory import empty, empty_like
 from subquad.ops._torch.decays import Decay
-from subquad.ops._torch.halves import power_of_two
+from subquad.ops._torch.log_space_sums import power_of_two
 from subquad.ops._torch.pieces import Piece, pieces_of
 from subquad.ops.backends import without_autocast
 from subquad.tracing import without_tangents

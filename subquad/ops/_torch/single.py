@@ -52,7 +52,7 @@ def running_softmax(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`a' = log(exp a + exp k)`, `S' = exp(a - a') S + exp(k - a') (x) v`, `o = p S'`; return o, a', and both again.
 
-    The first a' has the dtype of k; the state's is float64: see `subquad.ops._torch.halves`.
+    The first a' has the dtype of k; the state's is float64: see `subquad.ops._torch.log_space_sums`.
     """
     k_NL = k_N1L[:, 0].double()
     after_NL = torch.logaddexp(a_NL, k_NL)

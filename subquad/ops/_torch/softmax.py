@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad.memory import empty, empty_like
-from subquad.ops._torch.halves import EMPTY as EMPTY
-from subquad.ops._torch.halves import (
+from subquad.ops._torch.log_space_sums import EMPTY as EMPTY
+from subquad.ops._torch.log_space_sums import (
     LIMIT,
     PairWeights,
     decayed_sum,
@@ -39,7 +39,7 @@ from subquad.ops._torch.halves import (
     running_max,
     spans,
 )
-from subquad.ops._torch.pieces import Piece, follow, pieces_of
+from subquad.ops._torch.pieces import Piece, pieces_of, propagate
 from subquad.ops.backends import without_autocast
 from subquad.tracing import without_tangents
 
@@ -156,9 +156,9 @@ class _Piece:
         sums_MLV = self.sums_PNLV[:-1].flatten(0, 1)
         if self.s.shape[1] == 1:
             out_MCV = (e_MCL * v_MCV).cumsum_(1)
-            follow(self.sums_PNLV.unbind(), out_MCV[:, -1:], None)
+            propagate(self.sums_PNLV.unbind(), out_MCV[:, -1:], None)
             return out_MCV.add_(sums_MLV).mul_(q_MCL)
-        follow(self.sums_PNLV.unbind(), torch.bmm(e_MCL.mT, v_MCV), None)
+        propagate(self.sums_PNLV.unbind(), torch.bmm(e_MCL.mT, v_MCV), None)
         return torch.bmm(torch.bmm(q_MCL, e_MCL.mT).tril_(), v_MCV).baddbmm_(q_MCL, sums_MLV)
 
     def states(self, first: int) -> tuple[Tensor, Tensor]:
@@ -182,12 +182,12 @@ class _Piece:
             dp_MCL = (e_MCL * v_MCV).cumsum_(1).add_(sums_MLV).mul_(do_MCV).sum(-1, keepdim=True)
             # Sums over later rows start from the end: a total minus a prefix would cancel.
             dx_MCV = do_MCV.flip(1).mul_(q_MCL.flip(1)).cumsum_(1).flip(1)
-            follow(r_PNLV.unbind()[::-1], dx_MCV[:, :1], None, back=True)
+            propagate(r_PNLV.unbind()[::-1], dx_MCV[:, :1], None, back=True)
             dx_MCV.add_(r_MLV)
             de_MCL = (dx_MCV * v_MCV).sum(-1, keepdim=True)
             dv_MCV = dx_MCV.mul_(e_MCL)
         else:
-            follow(r_PNLV.unbind()[::-1], torch.bmm(q_MCL.mT, do_MCV), None, back=True)
+            propagate(r_PNLV.unbind()[::-1], torch.bmm(q_MCL.mT, do_MCV), None, back=True)
             grad_MCC = torch.bmm(do_MCV, v_MCV.mT).tril_()
             scores_MCC = torch.bmm(q_MCL, e_MCL.mT).tril_()
             dv_MCV = torch.bmm(scores_MCC.mT, do_MCV).baddbmm_(e_MCL, r_MLV)
