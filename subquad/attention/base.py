@@ -99,7 +99,7 @@ class Attention(nn.Module):
     """Whether queries and keys can carry rotary positions (the option `rope`)."""
     sees_order: ClassVar[bool] = False
     """Whether it sees the order of tokens without positions, by decays, gates or weights learned for each position."""
-    exempting: ClassVar[dict[str, Any]] = {}
+    exempt_options: ClassVar[dict[str, Any]] = {}
     """Options of a form that breaks laws which the default keeps; `exemptions` names the laws and the reasons."""
     softmax_reach: ClassVar[str | None] = None
     """Name of the option that bounds how many tokens a query sees by softmax; None if nothing bounds it."""
@@ -329,10 +329,10 @@ class Attention(nn.Module):
         whole = "bidirectional: reads whole sequences and keeps no state"
         return dict.fromkeys(OF_STATES, whole) | {Law.NO_FUTURE: "bidirectional: a token sees later ones"}
 
-    def notice_length(self, tokens: int) -> None:
+    def warn_on_length(self, tokens: int) -> None:
         """Log what the layer has to say of a sequence of `tokens` tokens; most have nothing to say."""
 
-    def place(self, layer: int, layers: int) -> None:
+    def set_layer_index(self, layer: int, layers: int) -> None:
         """Take the place of layer number `layer` (from 0) of a new model's `layers`; most ignore it.
 
         It may make parameters: call it before the optimizer is made.

@@ -148,15 +148,15 @@ class Elita(Attention):
         return p1_HT, sum(p2_HT, torch.zeros_like(p1_HT))
 
     def notice_seen(self, seen: int | Tensor, x_BTD: Tensor) -> None:
-        """Call `notice_length`, but not on an accelerator, where reading the count would wait."""
+        """Call `warn_on_length`, but not on an accelerator, where reading the count would wait."""
         if not has_values(x_BTD):
             return
         if isinstance(seen, int):
-            self.notice_length(seen)
+            self.warn_on_length(seen)
         elif seen.device.type == "cpu" and seen.numel():
-            self.notice_length(int(seen.max()))
+            self.warn_on_length(int(seen.max()))
 
-    def notice_length(self, tokens: int) -> None:
+    def warn_on_length(self, tokens: int) -> None:
         """Log once for all layers of this horizon that positions are extrapolated."""
         if self.config.positions and tokens > self.config.horizon:
             _warn_beyond(self.config.horizon)

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 def _warn_not_placed() -> None:
     logger.warning(
         "an hgrn2 layer trains with the least decay b = 0 of a first or single layer, since place was not called: in a "
-        "model of several layers call layer.place(number, layers) of each (from 0), before the optimizer is made"
+        "model of several layers call layer.set_layer_index(number, layers) of each (from 0), before the optimizer is made"
     )
 
 
@@ -64,7 +64,7 @@ class Hgrn2(Attention):
         self.register_parameter("bound", None)
         self.placed = False
 
-    def place(self, layer: int, layers: int) -> None:
+    def set_layer_index(self, layer: int, layers: int) -> None:
         """Let b begin at `layer / layers`; it stays 0 in layer 0."""
         self.placed = True
         if layer:

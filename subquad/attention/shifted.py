@@ -36,7 +36,7 @@ class Shifted(Attention):
     rings = True
     summary = "its group; half of the heads have moved groups"
     paper = "Chen et al. 2023, arXiv:2309.12307"
-    exempting = {"wrap": True}  # noqa: RUF012 (read only)
+    exempt_options = {"wrap": True}  # noqa: RUF012 (read only)
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SoftmaxConfig):

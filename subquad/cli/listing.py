@@ -157,8 +157,8 @@ def _law_rows() -> tuple[list[tuple[str, ...]], list[str]]:
     for name in names():
         cls = mechanism(name)
         cases: list[tuple[str, dict[str, Any]]] = [(which, {"causal": which == "causal"}) for which in cls.forms]
-        if cls.exempting:
-            cases.append((", ".join(f"{key}={value}" for key, value in cls.exempting.items()), cls.exempting))
+        if cls.exempt_options:
+            cases.append((", ".join(f"{key}={value}" for key, value in cls.exempt_options.items()), cls.exempt_options))
         for which, chosen in cases:
             with torch.device("meta"):
                 exempt = build(name, **STATE_OF, **chosen).exemptions()

@@ -150,7 +150,7 @@ class BatchDecoder:
                 f"decode=frozen has latents for {most} tokens after a prompt of {len(unread)}, got "
                 f"max_tokens={sampling.max_tokens}"
             )
-        self._model.notice_length(total)
+        self._model.warn_on_length(total)
         request = Request(
             unread,
             sampling,

@@ -152,7 +152,7 @@ class Generation(Iterator[int]):
         if self._slots is None and state is not None and fixed and long:
             self._slots, self._state = FixedSlots(model, 1, 1), None
             self._slots.insert(0, state)
-            model.notice_length(int(state.seen) + self._left)
+            model.warn_on_length(int(state.seen) + self._left)
         if self._slots is not None:
             return self._slots.step(self._unread)[0]
         logits_BTV, self._state = model(as_tensor(model, self._unread), state)

@@ -75,7 +75,7 @@ class Block(ResidualBlock):
     ) -> tuple[Tensor, State]:
         """Return the tokens after the block, `[B, T, D]`, and the mechanism's new state; arguments as `Attention`'s."""
         y_BTD, state = self.attention(self.attention_input(x_BTD), state, mask=mask, doc_ids=doc_ids)
-        return self.rest(x_BTD, y_BTD), state
+        return self.residual_and_feedforward(x_BTD, y_BTD), state
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -84,7 +84,7 @@ class Block(ResidualBlock):
         """Return what the mechanism reads if the block reads `x`."""
         return x_BTD if self.post_norm else self.attention_norm(x_BTD)
 
-    def rest(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+    def residual_and_feedforward(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
         """Finish the block, which reads `x`, from the output `y` of its mechanism."""
         h_BTD = self._add(x_BTD, y_BTD, self.attention_norm)
         if self.feedforward is None:
@@ -198,7 +198,7 @@ def build_mechanisms(
             options = {"own_memory": False} | options  # the first such layer's memory serves them all
         cls = kind or chosen[name]
         layers.append(cls.from_config(cls.config_of(dim=config.dim, **options)))
-        layers[-1].place(len(layers) - 1, config.num_layers)
+        layers[-1].set_layer_index(len(layers) - 1, config.num_layers)
     return layers
 
 

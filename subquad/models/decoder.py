@@ -315,10 +315,10 @@ class Decoder(nn.Module):
         """Whether the state's shapes depend only on the number of tokens, so that a decoding step can be compiled."""
         return True
 
-    def notice_length(self, tokens: int) -> None:
+    def warn_on_length(self, tokens: int) -> None:
         """Log what the layers have to say of a sequence of `tokens` tokens."""
         for block in self.blocks():
-            block.attention.notice_length(tokens)
+            block.attention.warn_on_length(tokens)
 
     def change_layers(self, state: State, change: Callable[[Attention, State], State]) -> State:
         """Return `state` with `change(layer, its state)` for each layer."""

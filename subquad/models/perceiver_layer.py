@@ -105,10 +105,10 @@ class LatentBlock(Block):
             z_BSD, first = self.attention_input(past.x_BSD), -past.empty
             if update is not None:
                 own = update(z_BSD, past.places, pattern, q_start=first, k_start=first)  # type: ignore[arg-type]  # given with update
-                after = past._replace(x_BSD=self.rest(past.x_BSD, own.y_BMD))
+                after = past._replace(x_BSD=self.residual_and_feedforward(past.x_BSD, own.y_BMD))
             history, q_start = (z_BSD, past.places), z_BSD.shape[1] + first
             found = self.attention(z_BMD, start, Causal(), q_start=q_start, k_start=first, history=history)
-        return self.rest(x_BMD, found.y_BMD), (found.k_BHSK, found.v_BHSK), after
+        return self.residual_and_feedforward(x_BMD, found.y_BMD), (found.k_BHSK, found.v_BHSK), after
 
     if TYPE_CHECKING:
         __call__ = forward  # type: ignore[assignment]

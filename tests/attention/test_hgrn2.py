@@ -34,7 +34,7 @@ class TestHgrn2InAHigherLayer(TestHgrn2):
 
     def new(self, num_heads):
         layer = super().new(num_heads)
-        layer.place(1, 2)
+        layer.set_layer_index(1, 2)
         return layer
 
 
@@ -62,7 +62,7 @@ def test_bounds_count_the_layers_of_other_mechanisms():
 def test_a_layer_whose_place_is_not_known_says_so_once_in_training(caplog):
     hgrn2._warn_not_placed.cache_clear()
     layers, x = [build("hgrn2", dim=16, num_heads=2) for _ in range(3)], torch.randn(1, 3, 16)
-    layers[0].place(0, 3)
+    layers[0].set_layer_index(0, 3)
     layers[0](x)
     layers[1].eval()(x)
     layers[1].train().cost(3)  # runs without data
@@ -70,7 +70,7 @@ def test_a_layer_whose_place_is_not_known_says_so_once_in_training(caplog):
     layers[1](x)
     layers[2](x)
     assert len(caplog.records) == 1
-    assert "call layer.place(number, layers) of each" in caplog.text
+    assert "call layer.set_layer_index(number, layers) of each" in caplog.text
 
 
 def test_a_layer_in_no_model_may_forget_everything():
@@ -79,7 +79,7 @@ def test_a_layer_in_no_model_may_forget_everything():
     torch.nn.init.constant_(layer.key.weight, -1e4)
     sums = kept(layer, torch.ones(1, 3, 16))[0]
     assert_exact(sums.k, torch.ones(1, 2, 3, 8), "keys")
-    layer.place(1, 2)
+    layer.set_layer_index(1, 2)
     bounded = kept(layer, torch.ones(1, 3, 16))[0]
     assert_exact(bounded.k, torch.full((1, 2, 3, 8), 0.5), "keys below a bound")
     torch.nn.init.constant_(layer.bound, -200.0)

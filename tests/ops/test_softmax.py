@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from subquad.ops import SoftmaxState, running_softmax
 from subquad.ops import softmax as engine
-from subquad.ops._torch import halves
 from subquad.ops._torch import softmax as chunked
 from subquad.ops._torch.log_space_sums import running_logsumexp_backward_op, running_logsumexp_op
 from subquad.ops._torch.softmax import EMPTY, running_softmax_backward_op, running_softmax_op

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from subquad.memory import empty, empty_like
 from subquad.ops._torch.decays import Decay
-from subquad.ops._torch.pieces import Piece
+from subquad.ops._torch.pieces import ChunkGroup
 from subquad.ops._torch.scan import chunks_of, pieces
 from subquad.ops.backends import without_autocast
 from subquad.tracing import without_tangents
@@ -107,8 +107,8 @@ def _forward(
     states, end_NKV = empty(state_NKV, kept, *state_NKV.shape), state_NKV.clone(memory_format=torch.contiguous_format)
     u_NTV = empty_like(v_NTV) if save else v_NTV.new_empty(0)
     for part in parts:
-        q, k, v, b = (part.take(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1))
-        decay, k_wide = Decay(None if log_f_NTF is None else part.take(log_f_NTF), q, v), k.to(wide)
+        q, k, v, b = (part.gather(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1))
+        decay, k_wide = Decay(None if log_f_NTF is None else part.gather(log_f_NTF), q, v), k.to(wide)
         inverse = _inverse(decay.scores(k_wide, k_wide).mul_(b)).mul_(b.mT)
         if careful:
             inverse = inverse.tril_()  # b that is not finite, times zero
@@ -121,15 +121,15 @@ def _forward(
             u_NCV.baddbmm_(read_NCK, before_NKV, alpha=-1)
             torch.baddbmm(before_NKV if whole is None else before_NKV * whole, column_NCK.mT, u_NCV, out=after_NKV)
         if save:
-            part.put(u, u_NTV)
+            part.scatter(u, u_NTV)
         u, lost = _without_lost(u) if careful else (u, None)
         scores = decay.scores(q.to(wide), k_wide).to(u.dtype)
         out = torch.bmm(scores, u).baddbmm_(decay.rows(q), here.flatten(0, 1))
-        part.put(out if lost is None else out.masked_fill_(lost, torch.nan), out_NTV)
+        part.scatter(out if lost is None else out.masked_fill_(lost, torch.nan), out_NTV)
     return out_NTV, end_NKV, states[: len(states) if save else 0], u_NTV
 
 
-def _chunks(part: Piece, *tensors: Tensor | None) -> Any:
+def _chunks(part: ChunkGroup, *tensors: Tensor | None) -> Any:
     """Yield the tensors `[M, ...]` (or None) of each chunk, `[N, ...]`."""
     P = part.chunks
     each = ([None] * P if x is None else x.unflatten(0, (P, len(x) // P)).unbind() for x in tensors)
@@ -176,12 +176,12 @@ def delta_scan_backward_op(
     wide = _wide(q_NTK, log_f_NTF)
     r_NKV = states.new_zeros(states.shape[1:]) if grad_state_NKV is None else grad_state_NKV
 
-    def visit(part: Piece) -> None:
+    def visit(part: ChunkGroup) -> None:
         """Write the gradients of a piece; at its return what it held is free before the next one begins."""
         nonlocal r_NKV
-        q, k, v, b, do, u = (part.take(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1, grad_NTV, u_NTV))
-        decay, k_wide = Decay(None if log_f_NTF is None else part.take(log_f_NTF), q, v), k.to(wide)
-        state, rows = part.of(states), decay.rows(k)
+        q, k, v, b, do, u = (part.gather(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1, grad_NTV, u_NTV))
+        decay, k_wide = Decay(None if log_f_NTF is None else part.gather(log_f_NTF), q, v), k.to(wide)
+        state, rows = part.states_of(states), decay.rows(k)
         weights, scores = decay.scores(k_wide, k_wide), decay.scores(q, k)
         inverse, weights = _inverse(weights * b).mT, weights.to(v.dtype).tril_(-1)
         # The error of the values that the state predicts.
@@ -194,18 +194,18 @@ def delta_scan_backward_op(
             g_NCV.baddbmm_(column_NCK, r_NKV)
             added_NKV.add_(r_NKV if whole is None else r_NKV * whole)
             r_NKV = torch.baddbmm(added_NKV, row_NCK.mT, g_NCV * b_NC1, alpha=-1)
-        part.put((error.baddbmm_(weights, u, alpha=-1) * g).sum(-1, keepdim=True), dbeta_NT1)
+        part.scatter((error.baddbmm_(weights, u, alpha=-1) * g).sum(-1, keepdim=True), dbeta_NT1)
         dv = g.mul_(b)
-        part.put(dv, dv_NTV)
+        part.scatter(dv, dv_NTV)
         reads = decay.gradients(q, k, scores, torch.bmm(do, u.mT).tril_(), torch.bmm(do, state.mT), torch.bmm(u, r.mT))
         dv_minus = -dv
         grad = torch.bmm(dv_minus, u.mT).tril_(-1)
         deltas = decay.gradients(k, k, weights, grad, torch.bmm(dv_minus, state.mT))
-        part.put(reads.q_NCK, dq_NTK)
-        part.put(reads.k_NCK + deltas.q_NCK + deltas.k_NCK, dk_NTK)
+        part.scatter(reads.q_NCK, dq_NTK)
+        part.scatter(reads.k_NCK + deltas.q_NCK + deltas.k_NCK, dk_NTK)
         if reads.rows_MCF is not None and reads.columns_MCF is not None and deltas.rows_MCF is not None:
             grad = decay.log_gradient(reads.rows_MCF + deltas.rows_MCF, reads.columns_MCF, (state * r).sum(-1))
-            part.put(grad, dlog_f)
+            part.scatter(grad, dlog_f)
 
     for part in reversed(pieces(q_NTK, v_NTV, log_f_NTF, chunk)):
         visit(part)

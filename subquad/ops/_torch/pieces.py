@@ -23,7 +23,7 @@ MOST = 16
 """Most chunks of a piece, which hold a state each."""
 
 
-class Piece(NamedTuple):
+class ChunkGroup(NamedTuple):
     """`chunks` of `size` rows, tokens `start` to `stop`; zeros fill up a last, shorter chunk."""
 
     start: int
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
         """Return a view of the rows `[P, N, C, K]`, without any that fill up a chunk."""
         return x_NTK[:, self.start : self.stop].unflatten(1, (self.chunks, -1)).transpose(0, 1)
 
-    def take(self, x_NTK: Tensor) -> Tensor:
+    def gather(self, x_NTK: Tensor) -> Tensor:
         """Return the rows `[M, C, K]`, all heads of a chunk side by side; a view if the piece has one chunk."""
         x = x_NTK[:, self.start : self.stop]
         if self.chunks > 1:
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
         missing = self.size - x.shape[1]
         return F.pad(x, (0, 0, 0, missing)) if missing else x
 
-    def put(self, x_MCK: Tensor, target_NTK: Tensor) -> None:
+    def scatter(self, x_MCK: Tensor, target_NTK: Tensor) -> None:
         """Write the rows into their places, without those that filled up a chunk."""
         target = target_NTK[:, self.start : self.stop]
         if self.chunks > 1:
@@ -64,17 +64,17 @@ class Piece(NamedTuple):
         else:
             target.copy_(x_MCK[:, : target.shape[1]])
 
-    def of(self, states: Tensor) -> Tensor:
+    def states_of(self, states: Tensor) -> Tensor:
         """Return the states of its chunks `[M, ...]`, from those of all chunks `[chunks, N, ...]`."""
         return states[self.places].flatten(0, 1)
 
-    def before(self, end_NKV: Tensor, added_MKV: Tensor, decay: Tensor | None, into: Tensor) -> Tensor:
+    def states_before(self, end_NKV: Tensor, added_MKV: Tensor, decay: Tensor | None, into: Tensor) -> Tensor:
         """Return the state before each chunk `[M, K, V]`, in `into`; `end` moves from before the piece to after it."""
         into[0].copy_(end_NKV)
         propagate([*into.unbind(), end_NKV], added_MKV, decay)
         return into.flatten(0, 1)
 
-    def after(self, start_NKV: Tensor, added_MKV: Tensor, decay: Tensor | None) -> Tensor:
+    def gradients_after(self, start_NKV: Tensor, added_MKV: Tensor, decay: Tensor | None) -> Tensor:
         """Return the state's gradient after each chunk `[M, K, V]`; `start` moves from after the piece to before it."""
         into = added_MKV.new_empty(self.chunks, *start_NKV.shape)
         into[-1].copy_(start_NKV)
@@ -82,17 +82,17 @@ class Piece(NamedTuple):
         return into.flatten(0, 1)
 
 
-def pieces_of(x_NTK: Tensor, chunk: int, widest: int, *, whole: bool = False) -> list[Piece]:
+def chunk_groups(x_NTK: Tensor, chunk: int, widest: int, *, whole: bool = False) -> list[ChunkGroup]:
     """Cut x into chunks of `chunk` rows, pieces of `widest` channels; if `whole` the last one is a power of two."""
     N, T = x_NTK.shape[:2]
     most = max(1, min(MOST, ENTRIES // max(1, N * chunk * widest)))
     full, left = divmod(T, chunk)
     pieces = [
-        Piece(first * chunk, min(first + most, full) * chunk, min(most, full - first), chunk, first)
+        ChunkGroup(first * chunk, min(first + most, full) * chunk, min(most, full - first), chunk, first)
         for first in range(0, full, most)
     ]
     if left:
-        pieces.append(Piece(full * chunk, T, 1, power_of_two(left) if whole else left, full))
+        pieces.append(ChunkGroup(full * chunk, T, 1, power_of_two(left) if whole else left, full))
     return pieces
 
 

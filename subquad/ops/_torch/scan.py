@@ -17,7 +17,7 @@ from torch import Tensor
 from subquad.memory import empty, empty_like
 from subquad.ops._torch.decays import Decay
 from subquad.ops._torch.log_space_sums import power_of_two
-from subquad.ops._torch.pieces import Piece, pieces_of
+from subquad.ops._torch.pieces import ChunkGroup, chunk_groups
 from subquad.ops.backends import without_autocast
 from subquad.tracing import without_tangents
 
@@ -53,18 +53,18 @@ def gated_scan_op(
         x.clone(memory_format=torch.contiguous_format) for x in state_NKV.split([V, int(normalise)], -1)
     )
     for part in parts:
-        q, i, v = (part.take(x) for x in (q_NTK, i_NTK, v_NTV))
-        decay = Decay(None if log_f_NTF is None else part.take(log_f_NTF), q, v)
+        q, i, v = (part.gather(x) for x in (q_NTK, i_NTK, v_NTV))
+        decay = Decay(None if log_f_NTF is None else part.gather(log_f_NTF), q, v)
         scores, rows, columns = decay.scores(q, i), decay.rows(q), decay.columns(i)
         here = part.places if save else slice(0, part.chunks)
-        state = part.before(end_NKV, torch.bmm(columns.mT, v), decay.whole, states[here])
+        state = part.states_before(end_NKV, torch.bmm(columns.mT, v), decay.whole, states[here])
         out = torch.bmm(scores, v).baddbmm_(rows, state)
         if normalise:
-            z = part.before(end_NK1, columns.sum(1)[..., None], decay.whole, sums[here])
+            z = part.states_before(end_NK1, columns.sum(1)[..., None], decay.whole, sums[here])
             divisor = (rows * z.mT).sum(-1, keepdim=True).add_(scores.sum(-1, keepdim=True))
-            part.put(divisor, total_NT[..., None])
+            part.scatter(divisor, total_NT[..., None])
             out.div_(_divisor(divisor, eps))
-        part.put(out, out_NTV)
+        part.scatter(out, out_NTV)
     kept = len(states) if save else 0
     return out_NTV, torch.cat([end_NKV, end_NK1], -1), total_NT, states[:kept], sums[:kept]
 
@@ -74,10 +74,10 @@ def chunks_of(tokens: int, chunk: int, log_f: Tensor | None) -> int:
     return -(-tokens // (chunk if log_f is None else power_of_two(chunk)))
 
 
-def pieces(q_NTK: Tensor, v_NTV: Tensor, log_f: Tensor | None, chunk: int) -> list[Piece]:
+def pieces(q_NTK: Tensor, v_NTV: Tensor, log_f: Tensor | None, chunk: int) -> list[ChunkGroup]:
     """Cut the tokens; with decays a chunk has a power of two rows."""
     chunk = chunk if log_f is None else power_of_two(chunk)
-    return pieces_of(v_NTV, chunk, max(chunk, q_NTK.shape[-1], v_NTV.shape[-1]), whole=log_f is not None)
+    return chunk_groups(v_NTV, chunk, max(chunk, q_NTK.shape[-1], v_NTV.shape[-1]), whole=log_f is not None)
 
 
 def _divisor(total_NC1: Tensor, eps: float) -> Tensor:
@@ -126,33 +126,33 @@ def gated_scan_backward_op(
     r_end = states.new_zeros(N, K, V + int(normalise)) if grad_state_NKV is None else grad_state_NKV
     r_NKV, r_NK1 = (x.clone(memory_format=torch.contiguous_format) for x in r_end.split([V, int(normalise)], -1))
 
-    def visit(part: Piece) -> None:
+    def visit(part: ChunkGroup) -> None:
         """Write the gradients of a piece; at its return what it held is free before the next one begins."""
-        q, i, v, do = (part.take(x) for x in (q_NTK, i_NTK, v_NTV, grad_NTV))
-        decay = Decay(None if log_f_NTF is None else part.take(log_f_NTF), q, v)
+        q, i, v, do = (part.gather(x) for x in (q_NTK, i_NTK, v_NTV, grad_NTV))
+        decay = Decay(None if log_f_NTF is None else part.gather(log_f_NTF), q, v)
         rows = decay.rows(q)
-        state, z = (part.of(x) for x in (states, sums))
+        state, z = (part.states_of(x) for x in (states, sums))
         if normalise:
             assert out_NTV is not None
-            do = do / _divisor(part.take(total_NT[..., None]), eps)
-            dtotal = (do * part.take(out_NTV)).sum(-1, keepdim=True).neg_()
-        r = part.after(r_NKV, torch.bmm(rows.mT, do), decay.whole)
+            do = do / _divisor(part.gather(total_NT[..., None]), eps)
+            dtotal = (do * part.gather(out_NTV)).sum(-1, keepdim=True).neg_()
+        r = part.gradients_after(r_NKV, torch.bmm(rows.mT, do), decay.whole)
         grad, from_state, to_state = torch.bmm(do, v.mT), torch.bmm(do, state.mT), torch.bmm(v, r.mT)
         if normalise:
-            rz = part.after(r_NK1, (rows * dtotal).sum(1)[..., None], decay.whole)
+            rz = part.gradients_after(r_NK1, (rows * dtotal).sum(1)[..., None], decay.whole)
             grad.add_(dtotal)
             from_state.addcmul_(dtotal, z.mT)
             to_state.add_(rz.mT)
         scores = decay.scores(q, i)
-        part.put(torch.bmm(scores.mT, do).baddbmm_(decay.columns(i), r), dv_NTV)
+        part.scatter(torch.bmm(scores.mT, do).baddbmm_(decay.columns(i), r), dv_NTV)
         found = decay.gradients(q, i, scores, grad.tril_(), from_state, to_state)
-        part.put(found.q_NCK, dq_NTK)
-        part.put(found.k_NCK, di_NTK)
+        part.scatter(found.q_NCK, dq_NTK)
+        part.scatter(found.k_NCK, di_NTK)
         if found.rows_MCF is not None and found.columns_MCF is not None:
             grad_state_MK = (state * r).sum(-1)
             if normalise:
                 grad_state_MK.add_((z * rz).sum(-1))
-            part.put(decay.log_gradient(found.rows_MCF, found.columns_MCF, grad_state_MK), dlog_f)
+            part.scatter(decay.log_gradient(found.rows_MCF, found.columns_MCF, grad_state_MK), dlog_f)
 
     for part in reversed(pieces(q_NTK, v_NTV, log_f_NTF, chunk)):
         visit(part)

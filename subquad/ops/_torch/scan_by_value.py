@@ -22,7 +22,7 @@ from torch import Tensor
 
 from subquad.memory import empty, empty_like
 from subquad.ops._torch.decays import Decay
-from subquad.ops._torch.pieces import Piece
+from subquad.ops._torch.pieces import ChunkGroup
 from subquad.ops._torch.scan import chunks_of, pieces
 from subquad.ops.backends import without_autocast
 from subquad.ops.groups import by_groups, by_heads
@@ -32,12 +32,12 @@ from subquad.tracing import without_tangents
 class _Inputs:
     """The queries and inputs of all heads of a piece, their products and the decays of its values."""
 
-    def __init__(self, part: Piece, q_NTK: Tensor, i_NTK: Tensor, v_NTV: Tensor, log_g_NTV: Tensor) -> None:
-        q, i, self.v = (part.take(x) for x in (q_NTK, i_NTK, v_NTV))
+    def __init__(self, part: ChunkGroup, q_NTK: Tensor, i_NTK: Tensor, v_NTV: Tensor, log_g_NTV: Tensor) -> None:
+        q, i, self.v = (part.gather(x) for x in (q_NTK, i_NTK, v_NTV))
         self.share = len(self.v) // max(1, len(q)) or 1
         self.q, self.i = by_heads(q, self.share), by_heads(i, self.share)
         self.products = by_heads(torch.bmm(q, i.mT).tril_(), self.share)
-        self.decay = Decay(part.take(log_g_NTV), self.v, self.v)
+        self.decay = Decay(part.gather(log_g_NTV), self.v, self.v)
         assert self.decay.to_row is not None
         self.to_row, self.whole_M1V = self.decay.to_row, self.decay.to_row[:, -1:]
 
@@ -55,9 +55,9 @@ def gated_scan_by_value_op(
     for part in parts:
         x = _Inputs(part, q_NTK, i_NTK, v_NTV, log_g_NTV)
         here = part.places if save else slice(0, part.chunks)
-        state = part.before(end_NKV, torch.bmm(x.i.mT, x.decay.columns(x.v)), x.whole_M1V, states[here])
+        state = part.states_before(end_NKV, torch.bmm(x.i.mT, x.decay.columns(x.v)), x.whole_M1V, states[here])
         out = x.decay.over_columns(x.products, x.v)
-        part.put(out.addcmul_(torch.bmm(x.q, state), x.to_row), out_NTV)
+        part.scatter(out.addcmul_(torch.bmm(x.q, state), x.to_row), out_NTV)
     return out_NTV, end_NKV, states[: len(states) if save else 0]
 
 
@@ -88,23 +88,23 @@ def gated_scan_by_value_backward_op(
     r_NKV = states.new_zeros(states.shape[1:]) if grad_state_NKV is None else grad_state_NKV
     r_NKV = r_NKV.clone(memory_format=torch.contiguous_format)
 
-    def visit(part: Piece) -> None:
+    def visit(part: ChunkGroup) -> None:
         """Write the gradients of a piece; at its return what it held is free before the next one begins."""
         x = _Inputs(part, q_NTK, i_NTK, v_NTV, log_g_NTV)
-        do, out, state = part.take(grad_NTV), part.take(out_NTV), part.of(states)
+        do, out, state = part.gather(grad_NTV), part.gather(out_NTV), part.states_of(states)
         rows = x.decay.rows(do)
-        r = part.after(r_NKV, torch.bmm(x.q.mT, rows), x.whole_M1V)
+        r = part.gradients_after(r_NKV, torch.bmm(x.q.mT, rows), x.whole_M1V)
         grad = x.decay.scores(do, x.v)
         dq = torch.bmm(grad, x.i).baddbmm_(rows, state.mT)
         di = torch.bmm(grad.mT, x.q).baddbmm_(x.decay.columns(x.v), r.mT)
-        part.put(by_groups(dq, x.share), dq_NTK)
-        part.put(by_groups(di, x.share), di_NTK)
+        part.scatter(by_groups(dq, x.share), dq_NTK)
+        part.scatter(by_groups(di, x.share), di_NTK)
         to_rows, to_end = x.decay.over_rows(x.products, do), x.decay.columns(torch.bmm(x.i, r))
-        part.put(to_rows + to_end, dv_NTV)
+        part.scatter(to_rows + to_end, dv_NTV)
         # d/dG of exp(G_i - G_j) is the term itself with sign +1 in row i and -1 in column j: no division by g, which
         # may be zero.
         found = x.decay.log_gradient(do * out - x.v * to_rows, x.v * to_end, (state * r).sum(1))
-        part.put(found, dlog_g_NTV)
+        part.scatter(found, dlog_g_NTV)
 
     for part in reversed(pieces(q_NTK, v_NTV, log_g_NTV, chunk)):
         visit(part)

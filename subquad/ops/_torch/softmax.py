@@ -39,7 +39,7 @@ from subquad.ops._torch.log_space_sums import (
     running_max,
     spans,
 )
-from subquad.ops._torch.pieces import Piece, pieces_of, propagate
+from subquad.ops._torch.pieces import ChunkGroup, chunk_groups, propagate
 from subquad.ops.backends import without_autocast
 from subquad.tracing import without_tangents
 
@@ -130,7 +130,7 @@ def safe_backward(
 class _Piece:
     """p and k of a piece, relative to the state before it: log-normaliser a (float64) and mean s."""
 
-    def __init__(self, part: Piece, p_NTL: Tensor, k_NTL: Tensor, a_NL: Tensor, s_NLV: Tensor) -> None:
+    def __init__(self, part: ChunkGroup, p_NTL: Tensor, k_NTL: Tensor, a_NL: Tensor, s_NLV: Tensor) -> None:
         self.part, self.a, self.s = part, a_NL, s_NLV
         k_PNCL = part.rows(k_NTL)
         self.reference_NL = reference(k_PNCL[0], a_NL)
@@ -226,7 +226,7 @@ def running_softmax_op(
     normalisers, means = a_NL.new_empty(kept, N, L), empty(s_NLV, kept, N, L, V)
     on_cpu = v_NTV.device.type == "cpu"  # elsewhere the test of the logits would wait for the device
     for part in _pieces(k_NTL, v_NTV, chunk):
-        v_MCV = part.take(v_NTV)
+        v_MCV = part.gather(v_NTV)
         if on_cpu:
             piece = _Piece(part, p_NTL, k_NTL, a_NL, s_NLV)
             out_MCV, late_NT = piece.forward(v_MCV), piece.late_NT
@@ -236,8 +236,8 @@ def running_softmax_op(
             out_MCV, *after = safe_forward(p_NTL[:, span], k_NTL[:, span], v_MCV, a_NL, s_NLV)
             a_PNL, s_PNLV = (torch.stack(states) for states in zip((a_NL, s_NLV), after, strict=True))
         if own_NT1 is not None:
-            out_MCV.addcmul_(part.take(own_NT1), v_MCV)
-        part.put(out_MCV, out_NTV)
+            out_MCV.addcmul_(part.gather(own_NT1), v_MCV)
+        part.scatter(out_MCV, out_NTV)
         if late_NT is not None:
             _replace_late(part, late_NT, out_NTV, (p_NTL, k_NTL, v_NTV), own_NT1, a_PNL, s_PNLV)
         if save:
@@ -247,15 +247,15 @@ def running_softmax_op(
     return out_NTV, a_NL.clone(), s_NLV.clone(), normalisers, means
 
 
-def _pieces(k_NTL: Tensor, v_NTV: Tensor, chunk: int) -> list[Piece]:
+def _pieces(k_NTL: Tensor, v_NTV: Tensor, chunk: int) -> list[ChunkGroup]:
     # Without products a chunk needs no company, and rows of one chunk are not copied.
     if k_NTL.shape[-1] == 1 or k_NTL.device.type != "cpu":
-        return [Piece(p.start, p.stop, 1, p.stop - p.start, n) for n, p in enumerate(spans(k_NTL.shape[1], chunk))]
-    return pieces_of(k_NTL, chunk, max(chunk, k_NTL.shape[-1], v_NTV.shape[-1]))
+        return [ChunkGroup(p.start, p.stop, 1, p.stop - p.start, n) for n, p in enumerate(spans(k_NTL.shape[1], chunk))]
+    return chunk_groups(k_NTL, chunk, max(chunk, k_NTL.shape[-1], v_NTV.shape[-1]))
 
 
 def _replace_late(
-    part: Piece,
+    part: ChunkGroup,
     late_NT: Tensor,
     out_NTV: Tensor,
     pkv: tuple[Tensor, ...],
@@ -319,14 +319,14 @@ def running_softmax_backward_op(
         after, late_N = (r_NLV, u_NL), torch.ones_like(u_NL[:, 0], dtype=torch.bool)
         if on_cpu:
             piece = _Piece(part, p_NTL, k_NTL, a_PNL[0], s_PNLV[0])
-            do_MCV, v_MCV = part.take(grad_NTV), part.take(v_NTV)
+            do_MCV, v_MCV = part.gather(grad_NTV), part.gather(v_NTV)
             gradients = piece.backward(do_MCV, v_MCV, s_PNLV, *after)
             if own_NT1 is not None:
-                gradients.v.addcmul_(part.take(own_NT1), do_MCV)
-                part.put((do_MCV * v_MCV).sum(-1, keepdim=True), down_NT1)
-            part.put(gradients.p, dp_NTL)
-            part.put(gradients.k, dk_NTL)
-            part.put(gradients.v, dv_NTV)
+                gradients.v.addcmul_(part.gather(own_NT1), do_MCV)
+                part.scatter((do_MCV * v_MCV).sum(-1, keepdim=True), down_NT1)
+            part.scatter(gradients.p, dp_NTL)
+            part.scatter(gradients.k, dk_NTL)
+            part.scatter(gradients.v, dv_NTV)
             r_NLV, u_NL = gradients.r, gradients.u
             del gradients  # before the next piece's are made
             late_N = late_N & False if piece.late_NT is None else piece.late_NT[:, -1]
