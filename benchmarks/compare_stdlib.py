@@ -1,7 +1,7 @@
 """Train the five stdlib recipes at equal steps and write benchmarks/results/five_mechanisms.json.
 
     python benchmarks/compare_stdlib.py [--steps N] [--only llp,latte] [--folder runs/five-mechanisms]
-    python docs/make_performance.py    # writes the table in docs/performance.md from that file
+    python docs/make_performance.py    # writes benchmarks/results/five_mechanisms.md from that file
 
 Runs that are already in the folder continue. With --only no results are written; run the command again without it to
 write those of all five. The recipes differ only in the mechanism, and with it in how positions enter.

@@ -129,7 +129,7 @@ class Expected(Config):
     gate: Gate | None = None
     """The gate of the claims on trained models that have none of their own."""
     caption: str = ""
-    """Caption of the plot in docs/findings.md, which shows only plots with a caption."""
+    """What the plot shows, for readers who cannot see it."""
 
 
 @dataclass(frozen=True)

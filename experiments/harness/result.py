@@ -170,7 +170,7 @@ def written(folder: Path, recipe: Recipe, expected: Expected) -> str:
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"{folder / FILE} has rows that do not fit the table: {error!r}") from error
     if (folder / PLOT).is_file():
-        parts.append(f"![the result]({PLOT})")
+        parts.append(f"![{expected.caption or 'the result'}]({PLOT})")
     if recipe.table:
         parts += _tables(headers, table, len(recipe.group))
     return "\n\n".join([*parts, measured_on])

@@ -44,8 +44,9 @@ def test_a_result_is_kept_compared_and_reported_again_without_running(experiment
     )
     assert "| one | 2 | 4.5 ± 0.71 | seen | 2 |" in readme
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert "2 claims of papers: indication 1, not comparable 1; 1 claims of our own: holds 1." in findings(
-        experiments, [folder]
+    assert (
+        "2 claims of papers: indication 1, not comparable 1; 1 claims of our own: holds 1. All took 0.0 core-hours."
+        in (findings(experiments, [folder]))
     )
     assert "Weight: **medium** (1 of 2 claims decided; 2 repeats of the timings)." in readme
     assert "| there are rows (ours) | many | 8 rows | holds |" in readme
@@ -55,7 +56,9 @@ def test_a_result_is_kept_compared_and_reported_again_without_running(experiment
     rows = (folder / "result.json").read_bytes()
     edit_first_claim(folder / "expected.json", kind="lower")
     assert run("measured", "--report") == 0
-    assert "; against the claim | indication |" in (folder / "README.md").read_text()
+    readme = (folder / "README.md").read_text()
+    assert "; against the claim | indication |" in readme
+    assert "![values by tokens](plot.png)" in readme
     assert (folder / "result.json").read_bytes() == rows
     with pytest.raises(SystemExit, match="0"):
         run("--help")
@@ -63,40 +66,40 @@ def test_a_result_is_kept_compared_and_reported_again_without_running(experiment
     assert run() == 0
     assert "smoke (0 min), cpu (0 min)" in capsys.readouterr().out  # the list of experiments
     assert run("--findings", "findings.md") == 0
-    assert "[measured](../experiments/measured) (medium)" in Path("findings.md").read_text()
-    assert "**not run**" in Path("findings.md").read_text()  # of the other experiment
+    page = Path("findings.md").read_text()
+    shown = "- **indication:** two is more than one: 8.5 against 4.5 (+4, +0.958 to +7.04); against the claim\n"
+    assert f"### A paper\n\n- [measured](../experiments/measured) (medium)\n  {shown}" in page
+    assert "- **not run:**" in page  # of the other experiment
 
     edit_first_claim(folder / "expected.json", on_page=False)
-    (experiments / "choose.md").write_text("## What to choose\n\nSee [measured](measured).\n")
+    (experiments / "choose.md").write_text(
+        "## What to choose\n\nSee [measured](measured), [costs](../docs/costs.md).\n"
+    )
     (experiments / "wrong.md").write_text("## What is wrong\n\nNothing.\n")
-    (experiments / "review.md").write_text("## What a review found\n\nMuch.\n")
+    (experiments / "review.md").write_text("## What a review found\n\nMuch.\n\n<!-- more -->\n\nAll of it.\n")
     page = findings(experiments, [folder])
     assert "two is more than one" not in page
-    assert "The folders have more: 1 claims of papers: indication 1." in page
-    assert "![values by tokens](../experiments/measured/plot.png)" in page
-    assert "See [measured](../experiments/measured)." in page
-    assert page.startswith("# Findings\n\n## What a review found\n\nMuch.\n\n## How to read this page\n\n")
-    assert (
-        page.index("What a review found")
-        < page.index("What to choose")
-        < page.index("## A paper")
-        < page.index("What is wrong")
-    )
+    assert "2 claims of papers: indication 1," in page  # counted all the same
+    assert "See [measured](../experiments/measured), [costs](costs.md)." in page
+    review = "## What a review found\n\nMuch.\n\n[The details](../experiments/review.md)."
+    assert page.startswith(f"# Findings\n\n{review}\n\n## What to choose\n\n")
+    assert page.index("What to choose") < page.index("### A paper") < page.index("What is wrong")
 
 
-def test_advice_has_the_figures_of_its_claims(experiments):
+def test_advice_links_to_the_figures_of_its_claims(experiments):
     folder, file = experiments / "measured", experiments / "choices.yaml"
     assert measure() == 0
     (experiments / "choose.md").write_text("## Advice\n\n<!-- choices -->\n")
     advice = {"need": "more", "choose": "two", "unless": "one"}
-    file.write_text(json.dumps({"choices": [{**advice, "claims": ["measured/more"]}, advice]}))
-    figures = "two is more than one: 8.5 against 4.5 (+4, +0.958 to +7.04); for the claim, **indication**"
+    file.write_text(json.dumps({"choices": [{**advice, "claims": ["measured/more", "measured/more"]}, advice]}))
     page = findings(experiments, [folder])
-    assert f"| more | two | {figures} ([measured](../experiments/measured), medium) | one |" in page
-    assert "| more | two | untested | one |" in page
-    file.write_text(json.dumps({"choices": [{**advice, "claims": ["measured/more"], "withdrawn": "counts win"}]}))
-    none = "**no recommendation**: withdrawn until measured again, because counts win (before: two)"
-    assert f"| more | {none} | {figures} (" in findings(experiments, [folder])
+    assert "| two | more | [measured](../experiments/measured) | one |" in page
+    assert "| two | more | untested | one |" in page
+    none = [{**advice, "withdrawn": "counts win"}, {**advice, "claims": ["measured/more"], "withdrawn": "counts win"}]
+    file.write_text(json.dumps({"choices": none}))
+    page = findings(experiments, [folder])
+    assert "- **more**: counts win. It takes one." in page
+    assert "- **more**: counts win; [measured](../experiments/measured). It takes one." in page
     file.write_text(json.dumps({"choices": [{**advice, "claims": ["measured/mor"]}]}))
     with pytest.raises(ValueError, match=r"choices\.yaml, 'more': unknown claim 'measured/mor'; "):
         findings(experiments, [folder])
@@ -117,7 +120,7 @@ def test_results_of_an_earlier_library_are_marked_and_listed(experiments, capsys
         assert f"{STALE}: {told} units." in (folder / "README.md").read_text()
         assert run("--stale") == 0
         assert "cpu (stale)" in capsys.readouterr().out
-        assert "; stale |" in findings(experiments, [folder])
+        assert "(medium; stale)" in findings(experiments, [folder])
 
 
 def test_smoke_leaves_the_folder_as_it_is_and_starts_afresh(experiments, capsys):

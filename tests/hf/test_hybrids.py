@@ -1,12 +1,13 @@
-"""The table in docs/hybrids.md is what `docs/make_hybrids.py` finds, and subquad keeps every law."""
+"""The table in docs/hybrids.md is what `tests/hf/hybrids.py` finds, and subquad keeps every law."""
 
-import importlib
 import re
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+
+from tests.hf import hybrids
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TEXT = (DOCS / "hybrids.md").read_text(encoding="utf-8")
@@ -18,33 +19,27 @@ def line(cells):
     return f"| {' | '.join(cells)} |"
 
 
-@pytest.fixture
-def make(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS))
-    return importlib.import_module("make_hybrids")
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_subquad_keeps_every_law_and_the_page_shows_what_transformers_does(make, name):
-    theirs, ours = make.rows([name])
+def test_subquad_keeps_every_law_and_the_page_shows_what_transformers_does(name):
+    theirs, ours = hybrids.rows([name])
     assert set(ours[2:]) == {"same"}
     if f"transformers {transformers.__version__}" in TEXT:
         assert {line(theirs), line(ours)} < set(TEXT.splitlines()), "run docs/make_hybrids.py"
 
 
-def test_the_page_has_every_model_and_every_law(make):
-    assert list(make.MODELS) == NAMES
-    assert line(["model", "code", *make.LAWS]) in TEXT.splitlines()
+def test_the_page_has_every_model_and_every_law():
+    assert list(hybrids.MODELS) == NAMES
+    assert line(["model", "code", *hybrids.LAWS]) in TEXT.splitlines()
 
 
 @pytest.mark.parametrize(
     ("found", "verdict"), [(1.00001, "same"), (1.27, "30 % off"), (0.5, "50 % off"), (3, "200 % off")]
 )
-def test_a_verdict_is_the_largest_share_of_the_largest_logit(make, found, verdict):
+def test_a_verdict_is_the_largest_share_of_the_largest_logit(found, verdict):
     expected = torch.tensor([0.5, -1.0])
-    assert make.verdict(lambda model: (expected * torch.tensor([1.0, found]), expected), None) == verdict
+    assert hybrids.verdict(lambda model: (expected * torch.tensor([1.0, found]), expected), None) == verdict
 
 
-def test_an_error_and_logits_that_are_not_finite_are_no_agreement(make):
-    assert make.verdict(lambda model: model.nothing, None) == "AttributeError"
-    assert make.verdict(lambda model: (torch.tensor([torch.nan]), torch.ones(1)), None) == "nan % off"
+def test_an_error_and_logits_that_are_not_finite_are_no_agreement():
+    assert hybrids.verdict(lambda model: model.nothing, None) == "AttributeError"
+    assert hybrids.verdict(lambda model: (torch.tensor([torch.nan]), torch.ones(1)), None) == "nan % off"

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from subquad.ops import SoftmaxState, running_softmax
 from subquad.ops import softmax as engine
+from subquad.ops._torch import log_space_sums
 from subquad.ops._torch import softmax as chunked
 from subquad.ops._torch.log_space_sums import running_logsumexp_backward_op, running_logsumexp_op
 from subquad.ops._torch.softmax import EMPTY, running_softmax_backward_op, running_softmax_op
@@ -193,8 +194,8 @@ def test_the_running_logsumexp_in_pieces_of_any_size(latents, monkeypatch):
 
     expected = differentiated(plain, inputs)
     assert_all_same_maths(actual(), expected)
-    monkeypatch.setattr(halves, "LEAST_ROWS", 8)
-    monkeypatch.setattr(halves, "PIECE_ENTRIES", 0)
+    monkeypatch.setattr(log_space_sums, "LEAST_ROWS", 8)
+    monkeypatch.setattr(log_space_sums, "PIECE_ENTRIES", 0)
     assert_all_same_maths(actual(), expected, "pieces")
 
 
