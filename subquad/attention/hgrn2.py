@@ -35,8 +35,9 @@ logger = logging.getLogger(__name__)
 @functools.cache
 def _warn_not_placed() -> None:
     logger.warning(
-        "an hgrn2 layer trains with the least decay b = 0 of a first or single layer, since place was not called: in a "
-        "model of several layers call layer.set_layer_index(number, layers) of each (from 0), before the optimizer is made"
+        "an hgrn2 layer trains with the least decay b = 0 of a first or single layer, since set_layer_index was not "
+        "called: in a model of several layers call layer.set_layer_index(number, layers) of each (from 0), before the "
+        "optimizer is made"
     )
 
 
