@@ -194,6 +194,49 @@ class InPlace(Past):
         return y_BHTV
 
 
+class Draft(Past):
+    """The interpreter `draft`: fast, and the tokens can be taken back: what they wrote is written again in part."""
+
+    def __init__(self, x_BTD: Tensor, state: State | None) -> None:
+        super().__init__(x_BTD, state, None)
+        self._x = x_BTD
+        self._first: tuple[int, str] | None = None
+        self._reads: list[tuple[Kept, Any, tuple[int, str] | None]] = []
+        self._rows: list[tuple[str, Tensor, int]] = []
+
+    def first(self, count: int, name: str) -> Past | None:
+        """Return the past of the first tokens, whose reads are done again as theirs."""
+        first = super().first(count, name)
+        if isinstance(first, Draft):
+            first._first = count, name
+        return first
+
+    def read(self, kept: Kept, q: Any) -> Tensor:
+        """Read a memory as usual."""
+        self._reads.append((kept, q, self._first))
+        return super().read(kept, q)
+
+    def extended(self, name: str, x_BTC: Tensor, count: int) -> Tensor:
+        """Return the rows as usual."""
+        x_BSC = super().extended(name, x_BTC, count)
+        self._rows.append((name, x_BSC, count))
+        return x_BSC
+
+    def entries_after(self, lengths_B: Tensor) -> dict[str, Any]:
+        """Return the state's entries after the first `lengths_B` of these tokens; nothing is projected again."""
+        state = None if self.given is None else State(self.given)
+        past = Past(self._x, state, lengths_B)
+        for kept, q, first in self._reads:
+            at = past if first is None else past.first(*first)
+            if at is not None:
+                at.read(kept, q)
+        for name, x_BSC, count in self._rows:
+            past.entries[name] = last_slots(x_BSC[:, None], count, lengths_B + count)[:, 0]
+        if "handed" in self.entries:
+            past.hand_on(self.entries["handed"])
+        return past.entries
+
+
 class Converted(Past):
     """Turn a state into one of another kind: `mix` runs on no tokens, and `convert` maps each memory's entries."""
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from subquad.attention import Attention
 from subquad.attention.conversions import after_all_ranks, from_ring, to_ring
+from subquad.attention.drafts import DraftedTokens
 from subquad.attention.laws import Law
 from subquad.parallel import Sent, context_parallel
 from subquad.state import State
@@ -86,6 +87,22 @@ class LawsOfStates(Judged):
                 assert_same_state(state, copy, assert_exact, f"kept state after {20 + n} tokens")
 
     @torch.no_grad()
+    def test_rollback_takes_drafted_tokens_back(self) -> None:
+        with self.judging(Law.ROLLBACK) as layer:
+            x, more = self.inputs(27, 3), self.inputs(9, 3, seed=2)
+            for before in (0, 1, 21):
+                state = self.state_of(layer, x[:, :before]) if before else None
+                drafted = DraftedTokens(layer, x[:, before : before + 6], state)
+                what = f"after {before} tokens"
+                assert_same_maths(drafted.y_BTD, layer(x[:, : before + 6])[0][:, before:], f"drafted outputs {what}")
+                kept = [0, 4, 6]
+                found = layer(more, drafted.after(torch.tensor(kept)))[0]
+                for row, n in enumerate(kept):
+                    whole = layer(torch.cat([x[row : row + 1, : before + n], more[row : row + 1]], 1))[0]
+                    here = f"outputs {what} and {n} of 6 drafted tokens"
+                    assert_same_maths(found[row : row + 1], whole[:, before + n :], here)
+
+    @torch.no_grad()
     def test_in_place_decoding_is_decoding(self) -> None:
         with self.judging(Law.IN_PLACE) as layer:
             for before in (1, 8, 20):
@@ -107,6 +124,10 @@ class LawsOfStates(Judged):
                 assert_same_state(state, copy, assert_exact, f"state that was read {what}")
                 moved = [name for name, x in rings.items() if ring.tensor(name).data_ptr() != x.data_ptr()]
                 assert not moved, f"entries {moved} are not written in place; allowed: none"
+                drafted = DraftedTokens(layer, x[:, before : before + 6], to_ring(layer, state, before + 20))
+                back, n = to_ring(layer, drafted.after(4), before + 20).with_counts_by_row(), before + 4
+                y, _ = layer(x[:, n : n + 1], back)
+                assert_same_maths(y, whole[:, n : n + 1], f"output of one token {what}, 4 and 2 taken back")
 
     def test_ranks_compute_what_one_process_does(self) -> None:
         with self.judging(Law.RANKS) as layer:

@@ -28,8 +28,8 @@ from subquad.testing.tools import GROWTH, LINEAR_GROWTH
 
 FOLDER = Path(subquad.attention.__file__).parent
 SHARED = {
-    "base", "branches", "conversions", "divided", "laws", "memories", "parts", "past", "recurrent", "refusals",
-    "sharing",
+    "base", "branches", "conversions", "divided", "drafts", "laws", "memories", "parts", "past", "recurrent",
+    "refusals", "sharing",
 }  # fmt: skip
 TESTS = Path(__file__).parent
 NAMES = names()

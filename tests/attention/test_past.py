@@ -5,6 +5,7 @@ import torch
 
 from subquad.attention import Linear, build
 from subquad.attention.conversions import to_ring
+from subquad.attention.drafts import DraftedTokens
 from subquad.attention.memories.recurrence import Recurrence
 from subquad.attention.memories.running_softmax import RunningSoftmax
 from subquad.attention.past import Converted, Literal, Past, Whole, from_earlier_ranks
@@ -12,6 +13,7 @@ from subquad.parallel import context_parallel
 from subquad.state import State
 from subquad.testing import assert_exact, assert_same_maths
 from subquad.testing.ranks import on_ranks
+from tests.attention import test_latte
 
 SIZES = {"dim": 16, "num_heads": 2}
 
@@ -152,3 +154,25 @@ def test_counted_bytes_are_those_of_real_exchanges(name, ranks):
         return group.sent
 
     assert on_ranks(ranks, work) == list(layer.communication(3 * ranks, ranks))
+
+
+def test_a_draft_keeps_as_many_tokens_as_there_are():
+    layer = build("latte", dim=16, num_heads=2).double()
+    drafted = DraftedTokens(layer, X[:1, :4])
+    for lengths in (-1, 5, torch.tensor([9])):
+        with pytest.raises(ValueError, match=r"of 4 drafted tokens 0 to 4 can be kept, got \[(-1|5|9)\]"):
+            drafted.after(lengths)
+    assert drafted.after(4).seen.tolist() == [4]
+    with pytest.raises(ValueError, match="not causal: it reads whole sequences and drafts no tokens"):
+        DraftedTokens(build("latte", dim=16, num_heads=2, causal=False).double(), X)
+
+
+def test_the_law_of_drafts_finds_a_memory_that_ignores_how_many_tokens_count(monkeypatch):
+    read = RunningSoftmax.read
+    monkeypatch.setattr(RunningSoftmax, "read", lambda self, p, before, at: read(self, p, before, NoMask()))
+    with pytest.raises(AssertionError, match=r"outputs after 0 tokens and 0 of 6 drafted tokens"):
+        test_latte.TestLatte().test_rollback_takes_drafted_tokens_back()
+
+
+class NoMask:
+    mask = None
