@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from subquad.attention import Linear, build
+from subquad.attention import Linear, Logsparse, build
 from subquad.attention.conversions import to_ring
 from subquad.attention.drafts import DraftedTokens
 from subquad.attention.memories.recurrence import Recurrence
@@ -13,7 +13,7 @@ from subquad.parallel import context_parallel
 from subquad.state import State
 from subquad.testing import assert_exact, assert_same_maths
 from subquad.testing.ranks import on_ranks
-from tests.attention import test_latte
+from tests.attention import test_latte, test_logsparse
 
 SIZES = {"dim": 16, "num_heads": 2}
 
@@ -176,3 +176,8 @@ def test_the_law_of_drafts_finds_a_memory_that_ignores_how_many_tokens_count(mon
 
 class NoMask:
     mask = None
+
+
+def test_a_union_of_patterns_is_read_in_place(monkeypatch):
+    monkeypatch.setattr(Logsparse, "rings", True)
+    test_logsparse.TestLogsparse().test_in_place_decoding_is_decoding()
