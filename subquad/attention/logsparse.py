@@ -23,6 +23,10 @@ class Powers(Dilated):
         return (k_pos < q_pos) & ((q_pos - k_pos) & (q_pos - k_pos - 1) == 0) & super().allowed(q_pos, k_pos)
 
     @property
+    def nearest(self) -> int:
+        return self.dilation
+
+    @property
     def folded(self) -> tuple[int, Pattern] | None:  # type: ignore[override]
         return (self.dilation, Powers(self.width, 1)) if self.dilation > 1 else None
 

@@ -122,7 +122,9 @@ class KeyValues:
     def _attend(self, q_BHTK: Tensor, k: Tensor, v: Tensor, **where: Any) -> Attended:
         """Return what the queries find near, merging unions of patterns."""
         parts = [
-            attend(patterns, q_BHTK, k, v, self.dropout_p, **where) for patterns in zip(*self.sight.near, strict=True)
+            attend(patterns, q_BHTK, k, v, self.dropout_p, **where)
+            for patterns in zip(*self.sight.near, strict=True)
+            if patterns[0].nearest == 0 or patterns[0].nearest < k.shape[2]
         ]
         return parts[0] if len(parts) == 1 else merge_attention(*zip(*parts, strict=True))
 

@@ -56,6 +56,11 @@ class Pattern:
         return None
 
     @property
+    def nearest(self) -> int:
+        """Tokens that a query looks back at least: with fewer keys at hand it sees none."""
+        return 0
+
+    @property
     def ahead(self) -> int | None:
         """Tokens that a query may look ahead at most; None: unbounded."""
         return 0 if self.causal else None
