@@ -25,7 +25,6 @@ from subquad.data.special_tokens import separator_id, special_ids
 from subquad.data.tokenizers import encode_prompt, encode_text
 from subquad.disk import aside
 from subquad.generation import BatchDecoder, Generation, SamplingConfig, TextStream, beam_search, generate_images
-from subquad.generation.batch import continue_together
 from subquad.generation.images import picture_of, square, write_png
 from subquad.generation.stream import StopStrings
 from subquad.models import Decoder
@@ -401,27 +400,28 @@ def _write_texts(start: Start, asked: Namespace) -> None:
     The file appears once it is complete, without empty texts. Statistics go to standard error.
     """
     begin, most = time.perf_counter(), start.sampling.max_tokens
-    decoder, tokens = start.loaded.decoder, start.tokens
-    begin_token = _begin_token(start.loaded)
+    tokens, begin_token = start.tokens, _begin_token(start.loaded)
     ends = start.stop_tokens if begin_token is None else start.stop_tokens | {begin_token}
-    reading = Generation(decoder, tokens, start.sampling)
+    reading = Generation(start.loaded.decoder, tokens, start.sampling)
     reading.prefill()
-    texts, count = list[str](), 0
+    decoder = BatchDecoder(start.loaded.decoder, slots=min(ROWS, asked.texts), max_context=len(tokens) + max(1, most))
+    requests = [
+        decoder.add(tokens[-1:], sampling, stop_tokens=ends, state=reading.state, before=tokens[:-1])
+        for sampling in start.samplings(range(asked.texts))
+    ]
     with progress("token") as show:
-
-        def shown(done: int) -> None:
+        while decoder.waiting or decoder.running:
+            decoder.step()
             if show:
-                show(len(texts) * most + done, asked.texts * most)
-
-        for first in range(0, asked.texts, ROWS):
-            samplings = start.samplings(range(first, min(first + ROWS, asked.texts)))
-            for found in continue_together(
-                decoder, tokens, samplings, state=reading.state, stop_tokens=ends, progress=shown
-            ):
-                own = found.tokens[:-1] if found.finished == "stop" else found.tokens
-                texts.append(start.loaded.tokenizer.decode(tokens + own, skip_special_tokens=True).strip())
-                count += len(own)
-            shown(0)
+                done = (most if request.finished else len(request.tokens) for request in requests)
+                show(sum(done), most * len(requests))
+    texts, count = list[str](), 0
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+        own = request.tokens[:-1] if request.finished == "stop" else request.tokens
+        texts.append(start.loaded.tokenizer.decode(tokens + own, skip_special_tokens=True).strip())
+        count += len(own)
     with aside(Path(asked.out_file)) as draft, zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file:
         for number, text in enumerate(texts, 1):
             if text:

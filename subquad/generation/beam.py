@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from subquad.config import check_at_least
-from subquad.generation.generate import Continuation, Generation
+from subquad.generation.generate import Generation
+from subquad.generation.requests import Continuation
 from subquad.generation.sampling import SamplingConfig, check_finite
 from subquad.generation.slots import as_tensor
 from subquad.inference import inference

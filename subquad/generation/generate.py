@@ -5,33 +5,21 @@ Shape letters: B batch, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import operator
+import logging
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
-from torch import Tensor
-
-from subquad.generation.sampling import Sampler, SamplingConfig
-from subquad.generation.slots import FixedSlots, as_tensor
+from subquad.generation.requests import Request, next_tokens
+from subquad.generation.sampling import SamplingConfig
+from subquad.generation.slots import FixedSlots, LooseSlots, as_tensor
 from subquad.inference import inference
+from subquad.layers.attached import attached
 from subquad.models import Decoder
 from subquad.state import State
 
-Finished = Literal["length", "stop", "cancelled", "error"]
-RECORD_AFTER = 512
-"""Tokens after which a step is recorded (`FixedSlots`), which takes as long as it saves in about as many tokens."""
+logger = logging.getLogger(__name__)
 
-
-@dataclass(eq=False)
-class Continuation:
-    """Tokens that continue a prompt, with a stop token last, if one ended it.
-
-    `finished` is None while it grows, then `length` (`max_tokens` were generated), `stop`, `cancelled` or `error`.
-    """
-
-    tokens: list[int]
-    finished: Finished | None
+RECORD_FROM = 64
+"""Fewest tokens for which a step is recorded: it takes about as long as it saves in so many (docs/decoding.md)."""
 
 
 def generate(
@@ -53,6 +41,7 @@ def generate(
     seed: int | None = None,
     stop_tokens: Collection[int] = (),
     prefill_chunk: int = 4096,
+    record: bool | None = None,
 ) -> Generation:
     """Iterate over up to `max_tokens` tokens that continue `prompt` (token ids, at least one).
 
@@ -62,7 +51,8 @@ def generate(
     `frequency_penalty` each time those of the continuation; `logit_bias` adds to the logits of tokens. `seed` makes a
     sample repeatable. A token of `stop_tokens` ends the sequence and is its last token, after at least `min_tokens`
     others. The prompt follows the tokens read into `state` and is read `prefill_chunk` tokens at a time (by a
-    `PerceiverAR` in one piece).
+    `PerceiverAR` in one piece). `record` says whether the step is recorded (decision 0030), where the state has a
+    constant size: None for texts of `RECORD_FROM` tokens or more. The log says what is done.
 
     Raises `ValueError` for an empty prompt, a token outside the vocabulary or a number out of range.
     """
@@ -80,11 +70,11 @@ def generate(
         seed=seed,
         prefill_chunk=prefill_chunk,
     )
-    return Generation(model, prompt, sampling, state=state, stop_tokens=stop_tokens)
+    return Generation(model, prompt, sampling, state=state, stop_tokens=stop_tokens, record=record)
 
 
 class Generation(Iterator[int]):
-    """Iterator over the tokens that `generate` samples, each computed on demand.
+    """Iterator over the tokens that `generate` samples, each computed on demand: a batch of one.
 
     `state` covers what the model has read: the prompt (after `prefill`, all but its last token) and all returned tokens
     but the last. To continue later, keep `state` and begin the next prompt with that last token.
@@ -99,26 +89,22 @@ class Generation(Iterator[int]):
         *,
         state: State | None = None,
         stop_tokens: Collection[int] = (),
+        record: bool | None = None,
     ) -> None:
-        self._state = state
-        self._slots: FixedSlots | None = None
-        self._model = model
-        self._sampling = sampling
-        self._stop_tokens = frozenset(stop_tokens)
-        self._unread = checked_prompt(prompt, model.config.vocab_size)
-        self._left = sampling.max_tokens
-        self._choose = Sampler(sampling, model.config.vocab_size, self._unread, stop_tokens=self._stop_tokens)
+        self._model, self._sampling, self._record = model, sampling, record
+        self._request = Request(model, prompt, sampling, stop_tokens=stop_tokens, state=state)
+        self._slots: FixedSlots | LooseSlots | None = None
 
     @property
     def state(self) -> State | None:
         """State after all tokens that the model has read."""
-        return self._state if self._slots is None else self._slots.take(0)
+        return self._request.state if self._slots is None else self._slots.take(0)
 
     def prefill(self) -> None:
         """Read all but the last token of the prompt, in chunks; the first token does this too."""
         with inference(self._model):
-            while len(self._unread) > 1:
-                self._state = read_piece(self._model, self._unread, self._state, self._sampling.prefill_chunk)
+            while self._slots is None and self._request.read_prompt(self._sampling.prefill_chunk):
+                pass
 
     def read_all(self) -> State:
         """Read the rest, including the last returned token, and return the state after the whole text.
@@ -126,62 +112,43 @@ class Generation(Iterator[int]):
         Another text can continue from that state; this iterator is then exhausted.
         """
         self.prefill()
-        state, self._slots = self.state, None
-        with inference(self._model):
-            if self._unread:
-                state = self._model.read(as_tensor(self._model, self._unread), state)
-        self._unread, self._left, self._state = [], 0, state
+        request, state = self._request, self.state
+        if request.unread:
+            with inference(self._model):
+                state = self._model.read(as_tensor(self._model, request.unread), state)
+        request.unread, request.state, self._slots = [], state, None
+        request.finished = request.finished or "cancelled"
         assert state is not None
         return state
 
     def __next__(self) -> int:
-        if self._left == 0:
+        if self._request.finished is not None:
             raise StopIteration
         self.prefill()
         with inference(self._model):
-            token = self._choose(self._read_last())
-        self._unread = [token]
-        self._left = 0 if token in self._stop_tokens else self._left - 1
-        return token
+            if self._slots is None:
+                self._slots = self._join()
+            made = next_tokens(self._slots, 1, {0: self._request})
+        if self._request.error is not None:
+            raise self._request.error
+        return made[0][1]
 
-    def _read_last(self) -> Tensor:
-        """Read the last token and return the logits `[V]` of the next."""
-        model, state = self._model, self._state
-        fixed = model.fixed_shapes and not model.state_grows and model.most_tokens is None
-        long = min(self._left, self._sampling.max_tokens - self._left) >= RECORD_AFTER
-        if self._slots is None and state is not None and fixed and long:
-            self._slots, self._state = FixedSlots(model, 1, 1), None
-            self._slots.insert(0, state)
-            model.warn_on_length(int(state.seen) + self._left)
-        if self._slots is not None:
-            return self._slots.step(self._unread)[0]
-        logits_BTV, self._state = model(as_tensor(model, self._unread), state)
-        return logits_BTV[0, -1]
-
-
-def checked_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
-    """Return the prompt as a list. Raises `ValueError` or `TypeError` if it is empty or holds an invalid token."""
-    if not len(prompt):
-        raise ValueError("the prompt must hold at least one token, got none")
-    tokens = []
-    for token in prompt:
-        try:
-            tokens.append(operator.index(token))
-        except TypeError as error:
-            raise TypeError(f"the prompt's tokens must be whole numbers, got {token!r}") from error
-        if not 0 <= tokens[-1] < vocab_size:
-            raise ValueError(f"the prompt's tokens must be between 0 and {vocab_size - 1}, got {token}")
-    return tokens
-
-
-def read_piece(model: Decoder, unread: list[int], state: State | None, chunk: int) -> State:
-    """Read up to `chunk` tokens of `unread`, sparing its last one, remove them, and return the state after them.
-
-    A model with predictions for its last tokens alone (`PerceiverAR`) reads them in one piece: each piece would end
-    with latents that the next piece would turn into history.
-    """
-    left = len(unread) - 1
-    tokens = unread[: min(chunk, left) if model.predicts_last is None else left]
-    state = model.read(as_tensor(model, tokens), state)
-    del unread[: len(tokens)]
-    return state
+    def _join(self) -> FixedSlots | LooseSlots:
+        """Return the only slot, with the state after the prompt."""
+        model, state, tokens = self._model, self._request.state, self._sampling.max_tokens
+        if state is not None:
+            model.check_state(state, 1)
+        if not model.fixed_shapes or model.state_grows or model.most_tokens is not None:
+            why: str | None = "the state has no constant size, or the model a last position"
+        elif self._record is False or (self._record is None and tokens < RECORD_FROM):
+            why = "it is switched off" if self._record is False else f"{tokens} tokens are fewer than {RECORD_FROM}"
+        else:
+            why = attached(model)
+        if why is not None:
+            logger.info("decoding steps call the model's modules and are not recorded: %s", why)
+        else:
+            model.warn_on_length(tokens + (0 if state is None else int(state.seen)))
+        slots = FixedSlots(model, 1, 1) if why is None else LooseSlots(model, 1)
+        slots.insert(0, state)
+        self._request.state = None
+        return slots

@@ -10,14 +10,17 @@ Shape letters: B slots, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from subquad.attention.conversions import from_ring, to_ring
-from subquad.generation.recorded import flat, joined, record, split
+from subquad.generation.recorded import Recorded, flat, joined, split
+from subquad.generation.replayed import Replayed
 from subquad.inference import device_of
 from subquad.layers.attached import attached
 from subquad.models import Decoder
@@ -30,23 +33,25 @@ class FixedSlots:
     """One state `[B, ...]` of constant shapes; empty slots keep reading token 0, without effect.
 
     A row depends on itself alone, as kernels of a fixed shape treat all rows alike. A state that grows is allocated for
-    `capacity` tokens; a sequence may not be longer. The first step records its operations, which later ones run, unless
-    a module has a hook, an adapter or the like, which lives on its call: attach them before the first step.
+    `capacity` tokens; a sequence may not be longer. With `record` the first step records its operations, which later
+    ones run, unless a module has a hook, an adapter or the like, which lives on its call (attach them before the first
+    step), or an operation depends on values. With `compile` they are compiled.
     """
 
-    def __init__(self, model: Decoder, slots: int, capacity: int, *, compile: bool = False) -> None:
-        self._model = model
-        self._capacity = capacity
-        self._compile = compile
-        self._first, blank = _blank(model, 1), _final(model, capacity)
+    def __init__(
+        self, model: Decoder, slots: int, capacity: int, *, compile: bool = False, record: bool = True
+    ) -> None:
+        self._model, self._capacity = model, capacity
+        self._compile, self._record = compile, record
+        self._first, blank = self._blanks()
         self._shapes = shapes_of(blank)
-        self._blank = self._in_ring(row_of(blank, 0))
+        self._blank = row_of(blank, 0)
         self._like = State.cat([self._blank] * slots).with_counts_by_row()
         self._tensors = split(self._like)
         self._bytes = self._like.nbytes
         self._device = device_of(model)
         self._active_B = torch.zeros(slots, dtype=torch.long, device=self._device)
-        self._steps: dict[bool, Callable[..., list[Tensor]]] = {}
+        self._steps: dict[bool, Any] = {}
 
     def insert(self, slot: int, state: State | None) -> None:
         """Begin a sequence in an empty slot, with `state` or (None) before its first token."""
@@ -60,7 +65,7 @@ class FixedSlots:
         """Return a copy of the slot's state without the entries before its first token."""
         state = row_of(joined(self._like, self._tensors), slot)
         state = self._model.change_layers(state, from_ring)
-        return fit(state, trimmed(self._shapes, shapes_of(self._first), int(state.seen)))
+        return fit(state, trimmed(self._shapes, self._first, int(state.seen)))
 
     def step(self, tokens: list[int]) -> Tensor:
         """Read one token in each slot (any in empty ones) in one forward pass; return the next logits, `[B, V]`."""
@@ -76,20 +81,41 @@ class FixedSlots:
 
     def _read(self, tokens_B1: Tensor) -> Tensor:
         autocast = torch.is_autocast_enabled(self._device.type)
-        if autocast not in self._steps:
-            self._steps[autocast] = self._new_step(tokens_B1)
-        logits_BV, *self._tensors = self._steps[autocast](tokens_B1, self._active_B, *self._tensors)
+        step: Any = self._steps.get(autocast)
+        if isinstance(step, Recorded) or (isinstance(step, Replayed) and not step.stale):
+            # The casts are operations of the recorded step.
+            with torch.autocast(self._device.type, enabled=False) if autocast else nullcontext():
+                if isinstance(step, Replayed):
+                    return step(tokens_B1).clone()
+                self._steps[autocast] = made = Replayed(step, tokens_B1, self._active_B, self._tensors)
+                return made.logits_BV.clone()
+        inputs = [tokens_B1, self._active_B, *self._tensors]
+        first = step is None or isinstance(step, Replayed)
+        logits_BV, *after = self._first_step(autocast, inputs) if first else step(*inputs)
+        if any(isinstance(step, Replayed) for step in self._steps.values()):
+            _write(self._tensors, after)  # where the other step, with or without autocast, finds it
+        else:
+            self._tensors = after
         return logits_BV
 
-    def _new_step(self, tokens_B1: Tensor) -> Callable[..., list[Tensor]]:
-        """Return the step as a function of tensors: recorded, unless something is attached to the model's modules."""
-        like = joined(self._like, self._tensors)
-        if (what := attached(self._model)) is not None:
-            logger.info("decoding steps call the model's modules and are not recorded: %s", what)
-            return flat(self._forward, like)
-        graph = record(self._forward, tokens_B1, self._active_B, like)
-        logger.info("the decoding step is recorded: %d operations", len(graph.graph.nodes))
-        return torch.compile(graph, dynamic=False, fullgraph=True) if self._compile else graph
+    def _first_step(self, autocast: bool, inputs: list[Tensor]) -> list[Tensor]:
+        """Take a step that calls the modules, and record it unless something is attached to them."""
+        step = flat(self._forward, joined(self._like, self._tensors))
+        recorded, why = None, attached(self._model) if self._record else "it is switched off"
+        if why is None:
+            recorded = Recorded(step, inputs)
+            made, why = recorded.outputs, recorded.refused
+        else:
+            made = step(*inputs)
+        if recorded is None or why is not None:
+            logger.info("decoding steps call the model's modules and are not recorded: %s", why)
+            self._steps[autocast] = step
+        elif self._compile:
+            self._steps[autocast] = torch.compile(recorded.graph(), dynamic=False, fullgraph=True)
+        elif all(old.dtype == new.dtype for old, new in zip(self._tensors, made[1:], strict=True)):
+            logger.info("the decoding step is recorded: %d operations", len(recorded.calls))
+            self._steps[autocast] = recorded
+        return made
 
     def bytes_of(self, slot: int) -> int:
         return self._bytes // len(self._active_B)
@@ -110,9 +136,25 @@ class FixedSlots:
         return self._model.change_layers(state, partial(to_ring, capacity=self._capacity))
 
     def _put(self, slot: int, state: State, active: int) -> None:
-        batch = joined(self._like, self._tensors)
-        _write(self._tensors, split(put(batch, torch.tensor([slot], device=self._device), state.with_counts_by_row())))
+        put(joined(self._like, self._tensors), slot, state)
         self._active_B[slot] = active
+
+    def _blanks(self) -> tuple[Shapes, State]:
+        """Return the shapes of one token's state, and a state of one row that has read nothing in its final shapes."""
+        places, state = 2, self._padding(1)
+        first = shapes_of(state)
+        while shapes_of(longer := self._padding(places)) != shapes_of(state):
+            if self._model.state_grows:
+                return first, self._padding(self._capacity)
+            places, state = 2 * places, longer
+        return first, state
+
+    @torch.no_grad()
+    def _padding(self, places: int) -> State:
+        """Return the state after a row of padding alone, which has no content but takes `places` entries."""
+        tokens_BT = torch.zeros(1, places, dtype=torch.long, device=device_of(self._model))
+        state = self._model.hidden(tokens_BT, None, torch.zeros_like(tokens_BT, dtype=torch.bool))[1]
+        return self._in_ring(row_of(state, 0))
 
 
 def _write(places: list[Tensor], values: list[Tensor]) -> None:
@@ -122,22 +164,29 @@ def _write(places: list[Tensor], values: list[Tensor]) -> None:
 
 
 class LooseSlots:
-    """One state for each sequence, joined for every step."""
+    """A state for each sequence, or one joint state of those that take their steps together."""
 
     def __init__(self, model: Decoder, slots: int) -> None:
         self._model = model
         self._states: dict[int, State | None] = {}
+        self._joint: State | None = None
+        """State of all sequences, in the order of their slots, instead of their own."""
         self._vocab_size, self._dtype = model.config.vocab_size, next(model.parameters()).dtype
         self._slots = slots
 
     def insert(self, slot: int, state: State | None) -> None:
+        """Begin a sequence in an empty slot, with `state` or (None) before its first token."""
+        self._part()
         self._states[slot] = state
 
     def clear(self, slot: int) -> None:
+        """Forget the slot's sequence."""
+        self._part()
         self._states.pop(slot, None)
 
     def take(self, slot: int) -> State:
         """Return the slot's state."""
+        self._part()
         state = self._states[slot]
         assert state is not None
         return state
@@ -146,48 +195,47 @@ class LooseSlots:
         """As `FixedSlots.step`, with one pass for the sequences that have a state, and one for each without."""
         device = device_of(self._model)
         logits_BV = torch.zeros(self._slots, self._vocab_size, device=device, dtype=self._dtype)
-        begun = [slot for slot, state in sorted(self._states.items()) if state is not None]
-        for slot in sorted(set(self._states) - set(begun)):
-            out_B1V, self._states[slot] = self._model(as_tensor(self._model, [tokens[slot]]))
-            logits_BV[slot] = out_B1V[0, -1]
+        begun = [slot for slot in sorted(self._states) if self._joint is not None or self._states[slot] is not None]
+        fresh = sorted(set(self._states) - set(begun))
         if begun:
             states = [state for slot in begun if (state := self._states[slot]) is not None]
+            joint = self._joint or (states[0] if len(states) == 1 else State.cat(states).to(device))
             tokens_B1 = torch.tensor([[tokens[slot]] for slot in begun], dtype=torch.long, device=device)
-            out_B1V, after = self._model(tokens_B1, State.cat(states).to(device))
+            out_B1V, joint = self._model(tokens_B1, joint)
             logits_BV[begun] = out_B1V[:, -1].to(logits_BV.dtype)
-            self._states.update({slot: self._model.trim_state(row_of(after, i)) for i, slot in enumerate(begun)})
+            self._joint = joint
+            self._states = dict.fromkeys(begun)
+        if fresh:
+            self._part()
+        for slot in fresh:
+            out_B1V, self._states[slot] = self._model(as_tensor(self._model, [tokens[slot]]))
+            logits_BV[slot] = out_B1V[0, -1]
         return logits_BV
 
+    def _part(self) -> None:
+        """Give each sequence a state of its own."""
+        joint, self._joint = self._joint, None
+        if joint is not None and len(self._states) == 1:
+            self._states = dict.fromkeys(self._states, joint)
+        elif joint is not None:
+            self._states = {slot: self._model.trim_state(row_of(joint, i)) for i, slot in enumerate(self._states)}
+
     def bytes_of(self, slot: int) -> int:
-        """Return the current bytes of the slot's state."""
+        """Return the current bytes of the slot's state: of a joint one, its part."""
+        if self._joint is not None:
+            return self._joint.nbytes // len(self._states)
         state = self._states.get(slot)
         return 0 if state is None else state.nbytes
 
     @property
     def nbytes(self) -> int:
-        return sum(state.nbytes for state in self._states.values() if state is not None)
+        """Return the bytes of all states."""
+        return sum(state.nbytes for state in (self._joint, *self._states.values()) if state is not None)
 
 
 def as_tensor(model: Decoder, tokens: list[int]) -> Tensor:
     """Return one row of tokens, `[1, T]`, on the model's device."""
     return torch.tensor([tokens], dtype=torch.long, device=device_of(model))
-
-
-def _final(model: Decoder, capacity: int) -> State:
-    """Return the state of one row that has read nothing, in its final shapes."""
-    if model.state_grows:
-        return _blank(model, capacity)
-    places, state = 2, _blank(model, 1)
-    while shapes_of(longer := _blank(model, places)) != shapes_of(state):
-        places, state = 2 * places, longer
-    return state
-
-
-@torch.no_grad()
-def _blank(model: Decoder, places: int) -> State:
-    """Return the state after a row of padding alone, which has no content but takes `places` entries."""
-    tokens_BT = torch.zeros(1, places, dtype=torch.long, device=device_of(model))
-    return model.hidden(tokens_BT, None, torch.zeros_like(tokens_BT, dtype=torch.bool))[1]
 
 
 Shapes = Mapping[str, "tuple[int, ...] | Shapes"]
@@ -233,22 +281,16 @@ def trimmed(shapes: Shapes, first: Shapes, seen: int) -> Shapes:
     return found
 
 
-def put(batch: State, row: Tensor, one: State) -> State:
-    """Return `batch` with `one`, whose counts are tensors, in `row` (`[1]`, on its device); missing entries are 0.
-
-    The shapes and dtypes of `batch` stay.
-    """
-    entries: dict[str, Tensor | int | State] = {}
+def put(batch: State, slot: int, one: State) -> None:
+    """Write `one` into row `slot` of `batch`, whose shapes and dtypes stay; missing entries are 0."""
     for name, entry in batch.entries.items():
         new = one.entries.get(name)
         if isinstance(entry, State):
-            entries[name] = put(entry, row, new if isinstance(new, State) else State({}))
+            put(entry, slot, new if isinstance(new, State) else State({}))
+        elif isinstance(entry, Tensor) and isinstance(new, Tensor):
+            entry[slot] = fitted(new, tuple(entry.shape[1:]))[0]
         elif isinstance(entry, Tensor):
-            source = new.to(entry) if isinstance(new, Tensor) else entry.new_zeros((1, *entry.shape[1:]))
-            entries[name] = entry.index_copy(0, row, fitted(source, tuple(entry.shape[1:])))
-        else:
-            entries[name] = entry
-    return State(entries, batch.config_hash)
+            entry[slot] = new if isinstance(new, int) else 0
 
 
 def row_of(batch: State, row: int) -> State:

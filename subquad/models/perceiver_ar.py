@@ -322,8 +322,11 @@ class PerceiverAR(Decoder):
     def _restart(self, window: LastTokens, parts: Parts, between: list[Tensor] | None = None) -> tuple[Tensor, State]:
         """Run one pass and return the vectors of the latents, each row's first one in slot 0, and the state."""
         layers: dict[str, State] = {}
-        # In mode exact, once all latents are used, each token recomputes all keys: keep none.
+        # In mode exact, once all latents are used, each token recomputes all keys: keep none. A row with latents left
+        # needs its own, as it may go on without the rows that have used all.
         full = self.options.decode == "exact" and parts.latents == self.latents
+        if full and isinstance(used := window.seen - parts.start, Tensor):
+            full = bool((used >= self.latents).all())
         h_BMD = self._through(window, parts, None if full else layers, between=between)
         return h_BMD, self._state(window.last(), window.seen, parts.start, layers)
 

@@ -185,7 +185,7 @@ def test_the_step_by_hand_is_that_of_the_decoder(name):
     config = DecodeConfig(mechanisms=[name], contexts=[9], **DECODE)
     call, recorded, by_hand = measure_decode(config).rows
     assert (by_hand["name"], by_hand["form"], by_hand["status"]) == (f"by hand: {name}", "by hand", "ok")
-    assert by_hand["events"] < min(recorded["events"], call["events"])
+    assert recorded["events"] < by_hand["events"] < call["events"]
 
 
 @pytest.mark.slow

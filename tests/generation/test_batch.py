@@ -7,7 +7,6 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from subquad.generation import BatchDecoder, Generation, SamplingConfig, generate, generate_batch
-from subquad.generation.batch import continue_together
 from subquad.models import Decoder
 from subquad.models.build import build_model
 from tests.generation.models import MECHANISMS, VOCABULARY, config_of, make, numbers
@@ -61,13 +60,19 @@ def test_samples_have_their_own_random_numbers():
 
 
 def test_samples_of_one_prompt_together_are_those_of_each_alone():
-    model, prompt, drawn = make("llp"), numbers(9), {"max_tokens": 12, "temperature": 2.0}
+    model, prompt, drawn = make("llp"), numbers(9), {"max_tokens": 12, "temperature": 2.0, "repetition_penalty": 1.2}
     free = [list(generate(model, prompt, **drawn, seed=seed)) for seed in range(4)]
     stops = {free[0][2], free[1][5], free[2][8]}  # rows leave the batch one after another
     reading = generate(model, prompt)
     reading.prefill()
-    samplings = [SamplingConfig(**drawn, seed=seed) for seed in range(4)]
-    found = continue_together(model, prompt, samplings, state=reading.state, stop_tokens=stops)
+    decoder = BatchDecoder(model, slots=4)
+    found = [
+        decoder.add(
+            prompt[-1:], SamplingConfig(**drawn, seed=seed), stop_tokens=stops, state=reading.state, before=prompt[:-1]
+        )
+        for seed in range(4)
+    ]
+    decoder.run()
     for request, tokens in zip(found, free, strict=True):
         end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
         assert request.tokens == tokens[:end]

@@ -23,7 +23,7 @@ def test_every_option_arrives(monkeypatch):
     monkeypatch.setitem(generate.__globals__, "SamplingConfig", dict)
     monkeypatch.setitem(generate.__globals__, "Generation", lambda *arguments, **others: (*arguments, others))
     options = {field.name: object() for field in fields(SamplingConfig)}
-    others = {"state": object(), "stop_tokens": object()}
+    others = {"state": object(), "stop_tokens": object(), "record": object()}
     assert generate("model", "prompt", **options, **others) == ("model", "prompt", options, others)
 
 

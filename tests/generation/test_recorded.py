@@ -1,16 +1,15 @@
 """A recorded step does what the model does, and a ring of keys holds what a cache holds."""
 
-import sys
-
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from subquad.attention import build
 from subquad.attention.conversions import to_ring
 from subquad.generation import generate
-from subquad.generation.recorded import joined, record
+from subquad.generation.recorded import Recorded, joined
+from subquad.generation.replayed import Replayed
 from subquad.generation.slots import FixedSlots
-from subquad.state import State
 from subquad.testing import assert_exact, assert_same_maths
 from tests.generation.models import MECHANISMS, every, make, numbers
 
@@ -50,21 +49,50 @@ def test_a_step_is_recorded_once_and_changed_weights_count():
         assert_exact(after, expected_BV)
         assert not torch.equal(after, before)
         assert len(fixed._steps) == 1
+        weight = model.layers[0].attention.query.weight
+        weight.data = weight + 1
+        expected_BV, _ = fixed._forward(token, fixed._active_B, joined(fixed._like, fixed._tensors))
+        assert_exact(fixed.step([2]), expected_BV)
+
+
+@pytest.mark.parametrize("name", ["latte", "window"])
+def test_recorded_steps_with_and_without_autocast_go_on_from_one_another(name):
+    model = make(name).float()
+    fixed, called = FixedSlots(model, 1, 1), FixedSlots(model, 1, 1, record=False)
+    for token, half in enumerate((False, False, False, True, False, True, True, True, False)):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
+            assert_exact(fixed.step([token]), called.step([token]))
+    assert all(isinstance(step, Replayed) for step in fixed._steps.values())
 
 
 def test_equal_operations_become_one_unless_they_change_a_tensor_or_have_other_keywords():
-    def step(tokens_B1, active_B, state):
-        seen_B = state.tensor("seen")
-        once_B, again_B = seen_B + 1, seen_B + 2
+    def step(tokens_B1, active_B, seen_B):
+        once_B, again_B, third_B = seen_B + 1, seen_B + 2, seen_B + 1
         twice_B, thrice_B = torch.add(seen_B, seen_B, alpha=2), torch.add(seen_B, seen_B, alpha=3)
         again_B[:1].add_(10)
         again_B[:1].add_(10)
-        return torch.stack([once_B, again_B, twice_B, thrice_B], 1), State({"seen": once_B}, "")
+        return [torch.stack([once_B, again_B, twice_B, thrice_B, third_B], 1), once_B]
 
-    tokens_B1, active_B = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
-    state = State({"seen": torch.tensor([3, 5])}, "")
-    graph = record(step, tokens_B1, active_B, state)
-    assert graph(tokens_B1, active_B, state.tensor("seen"))[0].tolist() == [[4, 25, 9, 12], [6, 7, 15, 20]]
+    tokens_B1, active_B, seen_B = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2), torch.tensor([3, 5])
+    recorded = Recorded(step, [tokens_B1, active_B, seen_B])
+    assert sum(call.function is torch.ops.aten.add.Tensor for call in recorded.calls) == 4
+    replayed = Replayed(recorded, tokens_B1, active_B, [seen_B])
+    for seen in (replayed.logits_BV, replayed(tokens_B1)):
+        assert seen.tolist() == step(tokens_B1, active_B, seen_B - 1)[0].tolist()
+    assert seen_B.tolist() == [5, 7]
+
+
+@pytest.mark.parametrize(("step", "why"), [
+    (lambda x: x * x.sum().item(), "aten._local_scalar_dense.default reads values"),
+    (lambda x: x * x.tolist()[0], "tolist reads values"),
+    (lambda x: x * float(x.numpy()[0]), "numpy reads values"),
+    (lambda x: x[x > 0], "the shape that aten.index.Tensor returns depends on values"),
+    (lambda x: x.nonzero(), "the shape that aten.nonzero.default returns depends on values"),
+    (lambda x: x.clone().t_(), "aten.t_.default changes the shape of a tensor"),
+    (lambda x: x + TwoTensor(x, x), "a tensor is a TwoTensor"),
+])  # fmt: skip
+def test_steps_that_depend_on_values_are_not_recorded(step, why):
+    assert why in (Recorded(lambda x: [step(x)], [torch.tensor([1.0, 2.0])]).refused or "")
 
 
 @every(("latte", "full", "sinks"), ("latte", "llp", "full", "sinks"))
@@ -91,14 +119,17 @@ def test_a_ring_has_the_reach_or_the_capacity(name, options):
 
 
 @pytest.mark.parametrize("name", ["latte", "window"])
-def test_a_long_text_goes_on_in_recorded_steps_and_is_the_same(name, monkeypatch):
+def test_a_text_is_the_same_with_and_without_recorded_steps(name, caplog):
     model, prompt = make(name), numbers(9)
     settings = {"max_tokens": 20, "temperature": 0}
-    expected = list(generate(model, prompt, **settings))
-    monkeypatch.setattr(sys.modules["subquad.generation.generate"], "RECORD_AFTER", 5)
-    found = generate(model, prompt, **settings)
-    tokens = [next(found) for _ in range(12)]
-    assert found._slots is not None
+    with caplog.at_level("INFO", "subquad"):
+        expected = list(generate(model, prompt, **settings))
+        assert "are not recorded: 20 tokens are fewer than" in caplog.text
+        assert list(generate(model, prompt, record=False, **settings)) == expected
+        assert "are not recorded: it is switched off" in caplog.text
+        found = generate(model, prompt, record=True, **settings)
+        tokens = [next(found) for _ in range(12)]
+        assert "the decoding step is recorded" in caplog.text
     middle = found.state
     assert tokens + list(found) == expected
     assert list(generate(model, tokens[-1:], state=middle, max_tokens=8, temperature=0)) == expected[12:]

@@ -131,7 +131,6 @@ def test_sequences_join_and_leave_a_batch_as_if_alone(name):
     assert again.tokens == alone[tokens:]
 
 
-@pytest.mark.xfail(reason="slots.join fills the latents' keys that a row has dropped with zeros, and they are used")
 def test_a_row_without_kept_latents_joins_one_with_them():
     model, asked = make("perceiver_ar self exact"), ((1, 5), (12, 3), (5, 6))
     for request, (prompt, tokens) in zip(joined(model, asked)[1], asked, strict=True):

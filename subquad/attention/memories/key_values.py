@@ -171,12 +171,13 @@ class KeyValues:
         return rings
 
     def from_ring(self, rings: Entries, seen: int) -> Entries:
-        """Return the entries that `to_ring` takes, aligned to the end."""
+        """Return the entries that `to_ring` takes: of the last tokens, as many as there are within reach."""
         entries, n = {}, self.sight.first
+        reach = seen if self.sight.reach is None else min(seen, self.sight.reach)
         for kind in ("_keys", "_values"):
             ring = rings[f"_ring{kind}"]
             N = self._ring_slots(ring)
-            entries[kind] = ring[:, :, :N].roll(-(seen % N), 2)
+            entries[kind] = ring[:, :, :N].roll(-(seen % N), 2)[:, :, N - reach :]
             if n:
                 entries[f"_first{kind}"] = ring[:, :, N : N + n]
         return entries

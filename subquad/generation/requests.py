@@ -1,0 +1,135 @@
+"""A text that is generated, and the step that gives texts their next tokens.
+
+Shape letters: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from subquad.generation.sampling import Sampler, SamplingConfig
+from subquad.generation.slots import FixedSlots, LooseSlots, as_tensor
+from subquad.models import Decoder
+from subquad.state import State
+
+Finished = Literal["length", "stop", "cancelled", "error"]
+
+
+@dataclass(eq=False)
+class Continuation:
+    """Tokens that continue a prompt, with a stop token last, if one ended it.
+
+    `finished` is None while it grows, then `length` (`max_tokens` were generated), `stop`, `cancelled` or `error`.
+    """
+
+    tokens: list[int]
+    finished: Finished | None
+
+
+class Request(Continuation):
+    """A sequence of a `Generation` or, made by `add`, of a `BatchDecoder`; `tokens` grows with each step.
+
+    `error` is the exception that ended it, if one did. With `keep_state`, `state` holds at the end what was read: the
+    prompt and all generated tokens but the last. `state_bytes` is the size of its state at the last token. Raises
+    `ValueError` or `TypeError` for a prompt that is empty or holds an invalid token.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        prompt: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        stop_tokens: Collection[int] = (),
+        state: State | None = None,
+        keep_state: bool = False,
+        owner: object = None,
+        before: Sequence[int] = (),
+    ) -> None:
+        super().__init__([], None if sampling.max_tokens else "length")
+        self.error: Exception | None = None
+        self.state = state
+        self.state_bytes = 0
+        self._model = model
+        self.unread = checked_prompt(prompt, model.config.vocab_size)
+        self.prompt_tokens = len(self.unread)
+        self._sampling = sampling
+        said = [*before, *self.unread]
+        self._choose = Sampler(sampling, model.config.vocab_size, said, stop_tokens=stop_tokens)
+        self._stop_tokens = frozenset(stop_tokens)
+        self.keep_state = keep_state
+        self.owner = owner
+        self.slot: int | None = None
+
+    def read_prompt(self, chunk: int) -> int:
+        """Read up to `chunk` tokens of the prompt, sparing its last one; return how many were read.
+
+        A model with predictions for its last tokens alone (`PerceiverAR`) reads them in one piece: each piece would end
+        with latents that the next piece would turn into history.
+        """
+        left = len(self.unread) - 1
+        count = left if self._model.predicts_last is not None else min(chunk, left)
+        if count:
+            self.state = self._model.read(as_tensor(self._model, self.unread[:count]), self.state)
+            del self.unread[:count]
+        return count
+
+    def _add(self, token: int) -> None:
+        self.tokens.append(token)
+        self.unread = [token]
+        if token in self._stop_tokens:
+            self.finished = "stop"
+        elif len(self.tokens) == self._sampling.max_tokens:
+            self.finished = "length"
+
+
+def next_tokens(
+    slots: FixedSlots | LooseSlots, count: int, running: Mapping[int, Request]
+) -> list[tuple[Request, int]]:
+    """Read the last token of each running request, by its slot of `count`, and return the next ones, in that order.
+
+    This is where logits become tokens. A request with non-finite logits is finished by an `error`.
+    """
+    fed = [0] * count
+    for slot, request in running.items():
+        fed[slot] = request.unread[-1]
+    logits_BV = slots.step(fed).detach()
+    likeliest, finite = logits_BV.argmax(-1).tolist(), _finite(logits_BV)
+    made = []
+    for slot, request in sorted(running.items()):
+        if finite[slot] and request._choose.takes_the_likeliest:
+            token = likeliest[slot]
+        else:
+            try:
+                token = request._choose(logits_BV[slot])
+            except ValueError as error:
+                request.finished, request.error = "error", error
+                continue
+        request.state_bytes = slots.bytes_of(slot)
+        request._add(token)
+        made.append((request, token))
+    return made
+
+
+def _finite(logits_BV: Tensor) -> list[bool]:
+    return logits_BV.isfinite().all(-1).tolist()
+
+
+def checked_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
+    """Return the prompt as a list. Raises `ValueError` or `TypeError` if it is empty or holds an invalid token."""
+    if not len(prompt):
+        raise ValueError("the prompt must hold at least one token, got none")
+    tokens = []
+    for token in prompt:
+        try:
+            tokens.append(operator.index(token))
+        except TypeError as error:
+            raise TypeError(f"the prompt's tokens must be whole numbers, got {token!r}") from error
+        if not 0 <= tokens[-1] < vocab_size:
+            raise ValueError(f"the prompt's tokens must be between 0 and {vocab_size - 1}, got {token}")
+    return tokens
