@@ -19,14 +19,14 @@ def main(folder: str = "runs/example") -> None:
     file = Path(folder) / "state.safetensors"
     prompt = run.tokenizer.encode(Path(statistics.__file__).read_text(encoding="utf-8")).ids
 
-    first = generate(run.decoder, prompt, max_tokens=40, temperature=0.8, seed=0)
+    first = generate(run.decoder, prompt, max_new_tokens=40, temperature=0.8, seed=0)
     tokens = list(first)
     first.state.save(file, model=run.decoder)  # with a checksum of itself and of the model's weights
     print(f"{len(prompt):,} tokens read; the state takes {file.stat().st_size:,} bytes")
 
     # Later, in another process: the state has read every token but the last one, so the next prompt begins with it.
     state = State.load(file, model=run.decoder)  # refused if the file is damaged or belongs to another model
-    more = list(generate(run.decoder, tokens[-1:], state=state, max_tokens=40, temperature=0.8, seed=1))
+    more = list(generate(run.decoder, tokens[-1:], state=state, max_new_tokens=40, temperature=0.8, seed=1))
     print(run.tokenizer.decode(tokens + more))
 
 

@@ -380,7 +380,7 @@ def _print_best(start: Start, asked: Namespace) -> None:
         start.loaded.decoder,
         start.tokens,
         beams=asked.beams,
-        max_tokens=start.sampling.max_tokens,
+        max_new_tokens=start.sampling.max_tokens,
         stop_tokens=start.stop_tokens,
         state=start.state,
         prefill_chunk=start.sampling.prefill_chunk,

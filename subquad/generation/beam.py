@@ -35,7 +35,7 @@ def beam_search(
     /,
     *,
     beams: int = 4,
-    max_tokens: int = 256,
+    max_new_tokens: int = 256,
     stop_tokens: Collection[int] = (),
     length_penalty: float = 1.0,
     state: State | None = None,
@@ -44,18 +44,18 @@ def beam_search(
     """Return `beams` continuations of `prompt`, the best first, by `sum_t log p(token_t) / length ** length_penalty`.
 
     Each step continues the `beams` likeliest candidates that don't end with one of `stop_tokens`; ended ones (the stop
-    token counts in their length) compete by score. The search ends after `max_tokens`, or as soon as no open beam, at
-    its current length, scores above the worst of `beams` ended ones. States are carried and reordered, so the prompt is
-    read once. Returns fewer than `beams` if the model has fewer continuations.
+    token counts in their length) compete by score. The search ends after `max_new_tokens`, or as soon as no open beam,
+    at its current length, scores above the worst of `beams` ended ones. States are carried and reordered, so the prompt
+    is read once. Returns fewer than `beams` if the model has fewer continuations.
 
     Raises `ValueError` for numbers out of range, as `generate`, and for logits that are not finite.
     """
     check_at_least(1, beams=beams)
     if not math.isfinite(length_penalty):
         raise ValueError(f"length_penalty must be finite, got {length_penalty}")
-    sampling = SamplingConfig(max_tokens=max_tokens, temperature=0, prefill_chunk=prefill_chunk)
+    sampling = SamplingConfig(max_tokens=max_new_tokens, temperature=0, prefill_chunk=prefill_chunk)
     generation = Generation(model, prompt, sampling, state=state)
-    if max_tokens == 0:
+    if max_new_tokens == 0:
         return [Beam([], "length", 0.0)]
     generation.prefill()
     stops, ended = frozenset(stop_tokens), list[Beam]()
@@ -63,12 +63,12 @@ def beam_search(
         logits_BTV, state = model(as_tensor(model, [int(prompt[-1])]), generation.state)
         rows: list[list[int]] = [[]]
         sums_B = torch.zeros(1, dtype=torch.float64)
-        for length in range(1, max_tokens + 1):
+        for length in range(1, max_new_tokens + 1):
             logits_BV = logits_BTV[:, -1].double().cpu()
             check_finite(logits_BV)
             scores_BV = sums_B[:, None] + logits_BV.log_softmax(-1)
             going = _split(scores_BV, rows, beams, stops, length**length_penalty, ended)
-            if not going or length == max_tokens or _decided(going, ended, beams, length**length_penalty):
+            if not going or length == max_new_tokens or _decided(going, ended, beams, length**length_penalty):
                 break
             rows = [[*rows[row], token] for row, token, _ in going]
             sums_B = torch.tensor([total for _, _, total in going], dtype=torch.float64)

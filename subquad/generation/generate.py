@@ -28,7 +28,7 @@ def generate(
     /,
     *,
     state: State | None = None,
-    max_tokens: int = 256,
+    max_new_tokens: int = 256,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -43,7 +43,7 @@ def generate(
     prefill_chunk: int = 4096,
     record: bool | None = None,
 ) -> Generation:
-    """Iterate over up to `max_tokens` tokens that continue `prompt` (token ids, at least one).
+    """Iterate over up to `max_new_tokens` tokens that continue `prompt` (token ids, at least one).
 
     `temperature` divides the logits; 0 takes the likeliest token. `top_k` keeps the k likeliest tokens, `top_p` the
     fewest tokens whose probabilities sum to at least p, `min_p` those at least p times as likely as the likeliest.
@@ -57,7 +57,7 @@ def generate(
     Raises `ValueError` for an empty prompt, a token outside the vocabulary or a number out of range.
     """
     sampling = SamplingConfig(
-        max_tokens=max_tokens,
+        max_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,

@@ -81,7 +81,7 @@ def test_windows_and_recurrent_layers_come_in_generate_and_go_out_again(name, va
     attention = json.loads((ours / "config.json").read_text())["attention"]
     assert attention in ("window", "mamba2", ["mamba2"], [*["gated_delta_net"] * 3, "full"])
     text = printed("generate", ours, "--prompt", "ab", "--max_tokens", "40", "--temperature", "0")
-    tokens = list(generate(from_transformers(theirs).decoder, list(b"ab"), max_tokens=40, temperature=0))
+    tokens = list(generate(from_transformers(theirs).decoder, list(b"ab"), max_new_tokens=40, temperature=0))
     assert text == f"ab{load_tokenizer('bytes').decode(tokens)}\n"
     assert f"holds a {name}" in printed("export", ours, "--out", back, "--family", cls.config_class.model_type)
     before, after = load_file(theirs / "model.safetensors"), load_file(back / "model.safetensors")

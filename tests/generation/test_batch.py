@@ -28,7 +28,7 @@ def alone(model, prompt, sampling=GREEDY):
 
 
 def state_of(model, tokens):
-    return generate(model, tokens, max_tokens=0).read_all()
+    return generate(model, tokens, max_new_tokens=0).read_all()
 
 
 @pytest.mark.parametrize(("name", "slots", "count", "longest"), [
@@ -49,26 +49,35 @@ def test_in_float32_the_other_slots_change_no_token(name, slots, count, longest)
 
 def test_samples_have_their_own_random_numbers():
     model, prompts = make("latte"), [numbers(5), numbers(2)]
-    drawn = {"max_tokens": 12, "temperature": 2.0}
-    expected = [list(generate(model, prompt, **drawn, seed=seed)) for prompt in prompts for seed in (3, 4, 5)]
-    found = generate_batch(model, prompts, SamplingConfig(**drawn, seed=3), samples=3, slots=2)
+    drawn = {"temperature": 2.0}
+    expected = [
+        list(generate(model, prompt, max_new_tokens=12, **drawn, seed=seed)) for prompt in prompts for seed in (3, 4, 5)
+    ]
+    found = generate_batch(model, prompts, SamplingConfig(max_tokens=12, **drawn, seed=3), samples=3, slots=2)
     assert [request.tokens for request in found] == expected
     assert len({tuple(tokens) for tokens in expected}) == 6
-    unseeded = [request.tokens for request in generate_batch(model, prompts[:1], SamplingConfig(**drawn), samples=3)]
-    unseeded += [list(generate(model, prompts[0], **drawn)) for _ in range(2)]
+    unseeded = [
+        request.tokens
+        for request in generate_batch(model, prompts[:1], SamplingConfig(max_tokens=12, **drawn), samples=3)
+    ]
+    unseeded += [list(generate(model, prompts[0], max_new_tokens=12, **drawn)) for _ in range(2)]
     assert len({tuple(tokens) for tokens in unseeded}) == 5
 
 
 def test_samples_of_one_prompt_together_are_those_of_each_alone():
-    model, prompt, drawn = make("llp"), numbers(9), {"max_tokens": 12, "temperature": 2.0, "repetition_penalty": 1.2}
-    free = [list(generate(model, prompt, **drawn, seed=seed)) for seed in range(4)]
+    model, prompt, drawn = make("llp"), numbers(9), {"temperature": 2.0, "repetition_penalty": 1.2}
+    free = [list(generate(model, prompt, max_new_tokens=12, **drawn, seed=seed)) for seed in range(4)]
     stops = {free[0][2], free[1][5], free[2][8]}  # rows leave the batch one after another
     reading = generate(model, prompt)
     reading.prefill()
     decoder = BatchDecoder(model, slots=4)
     found = [
         decoder.add(
-            prompt[-1:], SamplingConfig(**drawn, seed=seed), stop_tokens=stops, state=reading.state, before=prompt[:-1]
+            prompt[-1:],
+            SamplingConfig(max_tokens=12, **drawn, seed=seed),
+            stop_tokens=stops,
+            state=reading.state,
+            before=prompt[:-1],
         )
         for seed in range(4)
     ]
@@ -231,4 +240,4 @@ def test_frozen_latents_are_counted_before_they_are_used():
         decoder.add(first.tokens, GREEDY.replace(max_tokens=most), state=first.state)
     rest = decoder.add(first.tokens, GREEDY.replace(max_tokens=most - 1), state=first.state)
     decoder.run()
-    assert first.tokens + rest.tokens == list(generate(model, numbers(9), max_tokens=most, temperature=0))
+    assert first.tokens + rest.tokens == list(generate(model, numbers(9), max_new_tokens=most, temperature=0))

@@ -29,7 +29,7 @@ def test_beams_are_those_of_transformers(name, stops, beams, length_penalty):
     how = {"num_beams": beams, "num_return_sequences": beams, "length_penalty": length_penalty} if beams > 1 else {}
     ends = {"eos_token_id": list(stops) or None, "pad_token_id": 1, "do_sample": False}
     theirs = wrapped.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=10, **ends, **how)
-    ours = beam_search(model, PROMPT, beams=beams, max_tokens=10, stop_tokens=stops, length_penalty=length_penalty)
+    ours = beam_search(model, PROMPT, beams=beams, max_new_tokens=10, stop_tokens=stops, length_penalty=length_penalty)
     assert len(ours) == beams
     for beam, row in zip(ours, theirs[:, len(PROMPT) :].tolist(), strict=True):
         assert row[: len(beam.tokens)] == beam.tokens
@@ -47,7 +47,7 @@ def test_enough_beams_find_the_best_of_all_continuations():
             log_p = model(ids)[0][0, 1:-1].log_softmax(-1)
         scores[tokens] = log_p.gather(1, ids[0, 2:, None]).sum().item() / 3
     best = sorted(scores, key=lambda tokens: -scores[tokens])
-    found = beam_search(model, prompt, beams=64, max_tokens=3)
+    found = beam_search(model, prompt, beams=64, max_new_tokens=3)
     assert [tuple(beam.tokens) for beam in found] == best
     ours, theirs = ([beam.score for beam in found], [scores[tokens] for tokens in best])
     assert_same_maths(torch.tensor(ours).double(), torch.tensor(theirs).double())
@@ -55,9 +55,9 @@ def test_enough_beams_find_the_best_of_all_continuations():
 
 def test_a_state_may_come_before_the_prompt():
     model = make("llp")
-    state = generate(model, PROMPT[:4], max_tokens=0).read_all()
-    parted = beam_search(model, PROMPT[4:], beams=3, max_tokens=8, state=state)
-    whole = beam_search(model, PROMPT, beams=3, max_tokens=8)
+    state = generate(model, PROMPT[:4], max_new_tokens=0).read_all()
+    parted = beam_search(model, PROMPT[4:], beams=3, max_new_tokens=8, state=state)
+    whole = beam_search(model, PROMPT, beams=3, max_new_tokens=8)
     assert [beam.tokens for beam in parted] == [beam.tokens for beam in whole]
 
 
@@ -68,7 +68,7 @@ def test_a_state_may_come_before_the_prompt():
 ])  # fmt: skip
 def test_numbers_that_do_not_fit_are_refused(options, weight, match):
     model = make("latte")
-    assert beam_search(model, PROMPT, max_tokens=0)[0].tokens == []
+    assert beam_search(model, PROMPT, max_new_tokens=0)[0].tokens == []
     with torch.no_grad():
         model.norm.weight.fill_(weight)
     with pytest.raises(ValueError, match=match):

@@ -10,7 +10,7 @@ from subquad.models.build import build_model
 from tests.generation.models import config_of, make, numbers
 
 PROMPT = numbers(11)
-GREEDY = {"max_tokens": 12, "temperature": 0.0}
+GREEDY = {"max_new_tokens": 12, "temperature": 0.0}
 
 
 def test_a_stop_token_is_returned_and_ends_the_sequence():
@@ -24,12 +24,13 @@ def test_every_option_arrives(monkeypatch):
     monkeypatch.setitem(generate.__globals__, "Generation", lambda *arguments, **others: (*arguments, others))
     options = {field.name: object() for field in fields(SamplingConfig)}
     others = {"state": object(), "stop_tokens": object(), "record": object()}
-    assert generate("model", "prompt", **options, **others) == ("model", "prompt", options, others)
+    given = {"max_new_tokens" if name == "max_tokens" else name: value for name, value in options.items()}
+    assert generate("model", "prompt", **given, **others) == ("model", "prompt", options, others)
 
 
 def test_mode_and_gradients_are_left_alone():
     model, found = make("llp").train(), []
-    stream = generate(model, PROMPT, max_tokens=2, seed=0)
+    stream = generate(model, PROMPT, max_new_tokens=2, seed=0)
     list(stream)
     stream.state.map(lambda tensor: found.append(tensor.requires_grad) or tensor)
     assert model.training
@@ -52,7 +53,7 @@ def test_a_frozen_model_ends_with_an_error_after_as_many_tokens_as_it_says():
     torch.manual_seed(0)
     model = build_model(config_of("perceiver_ar self exact").replace(options=options, init_std=0.5)).double().eval()
     most = model.most_new_tokens(9)
-    generation = generate(model, range(9), temperature=0, max_tokens=most + 1)
+    generation = generate(model, range(9), temperature=0, max_new_tokens=most + 1)
     tokens = [next(generation) for _ in range(most)]
     logits, _ = model(torch.tensor([[*range(9), *tokens[:-1]]]))
     assert tokens == logits[0, -most:].argmax(-1).tolist()

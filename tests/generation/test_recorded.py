@@ -121,7 +121,7 @@ def test_a_ring_has_the_reach_or_the_capacity(name, options):
 @pytest.mark.parametrize("name", ["latte", "window"])
 def test_a_text_is_the_same_with_and_without_recorded_steps(name, caplog):
     model, prompt = make(name), numbers(9)
-    settings = {"max_tokens": 20, "temperature": 0}
+    settings = {"max_new_tokens": 20, "temperature": 0}
     with caplog.at_level("INFO", "subquad"):
         expected = list(generate(model, prompt, **settings))
         assert "are not recorded: 20 tokens are fewer than" in caplog.text
@@ -132,5 +132,5 @@ def test_a_text_is_the_same_with_and_without_recorded_steps(name, caplog):
         assert "the decoding step is recorded" in caplog.text
     middle = found.state
     assert tokens + list(found) == expected
-    assert list(generate(model, tokens[-1:], state=middle, max_tokens=8, temperature=0)) == expected[12:]
+    assert list(generate(model, tokens[-1:], state=middle, max_new_tokens=8, temperature=0)) == expected[12:]
     assert found.read_all().seen == len(prompt) + 20

@@ -41,7 +41,7 @@ def sizes(state, place=""):
 def check_against_full_passes(name, prompt, chunk):
     sampling = {"temperature": 1.5, "top_k": 9, "top_p": 0.95, "min_p": 0.01, "seed": 4}
     model, ids, choose = make(name), numbers(prompt), Sampler(SamplingConfig(**sampling), VOCABULARY)
-    found = list(generate(model, ids, max_tokens=7, **sampling, prefill_chunk=chunk))
+    found = list(generate(model, ids, max_new_tokens=7, **sampling, prefill_chunk=chunk))
     assert len(set(found)) > 1
     for token in found:
         with torch.no_grad():
@@ -69,7 +69,7 @@ def test_a_prompt_may_be_shorter_than_the_latents(name, prompt):
 
 @every(SAVED)
 def test_a_text_continues_from_a_saved_state(name, tmp_path):
-    model, greedy = make(name), {"max_tokens": 4, "temperature": 0.0}
+    model, greedy = make(name), {"max_new_tokens": 4, "temperature": 0.0}
     first = generate(model, PROMPT, **greedy)
     text = [*PROMPT, *first]
     state = first.read_all()
@@ -117,16 +117,16 @@ def test_sequences_join_and_leave_a_batch_as_if_alone(name):
     if model.fixed_shapes:
         assert [request.state_bytes for request in running] == [total // 2] * 3
     for request, (prompt, tokens) in zip(running, asked, strict=True):
-        alone = list(generate(model, numbers(prompt, prompt), max_tokens=tokens + 2, temperature=0))
+        alone = list(generate(model, numbers(prompt, prompt), max_new_tokens=tokens + 2, temperature=0))
         assert request.tokens == alone[:tokens]
         assert request.state.seen == prompt + tokens - 1
-        last, rest = request.tokens[-1:], {"max_tokens": 2, "temperature": 0.0}
-        assert list(generate(model, last, state=request.state, **rest)) == alone[tokens:]
+        last = request.tokens[-1:]
+        assert list(generate(model, last, state=request.state, max_new_tokens=2, temperature=0)) == alone[tokens:]
         if not isinstance(model, PerceiverAR):
             with torch.no_grad():
                 usual = model.hidden(torch.tensor([[*numbers(prompt, prompt), *request.tokens[:-1]]]))[1]
             assert sizes(request.state) == sizes(usual)
-    again = decoder.add(last, SamplingConfig(**rest), state=request.state)
+    again = decoder.add(last, SamplingConfig(max_tokens=2, temperature=0), state=request.state)
     decoder.run()
     assert again.tokens == alone[tokens:]
 
@@ -134,4 +134,4 @@ def test_sequences_join_and_leave_a_batch_as_if_alone(name):
 def test_a_row_without_kept_latents_joins_one_with_them():
     model, asked = make("perceiver_ar self exact"), ((1, 5), (12, 3), (5, 6))
     for request, (prompt, tokens) in zip(joined(model, asked)[1], asked, strict=True):
-        assert request.tokens == list(generate(model, numbers(prompt, prompt), max_tokens=tokens, temperature=0))
+        assert request.tokens == list(generate(model, numbers(prompt, prompt), max_new_tokens=tokens, temperature=0))

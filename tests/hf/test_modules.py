@@ -106,8 +106,8 @@ def test_weights_on_disk_give_the_same_bits_and_texts(make, tmp_path):
     model, tokens, cpu = make(), prompt(), torch.device("cpu")
     away = disk_offload(copy.deepcopy(model), str(tmp_path / "all"), execution_device=cpu)
     assert_exact(away(tokens).logits, model(tokens).logits)
-    text = list(generate(model.decoder, [1, 2, 3], max_tokens=4, temperature=0))
-    assert list(generate(away.decoder, [1, 2, 3], max_tokens=4, temperature=0)) == text
+    text = list(generate(model.decoder, [1, 2, 3], max_new_tokens=4, temperature=0))
+    assert list(generate(away.decoder, [1, 2, 3], max_new_tokens=4, temperature=0)) == text
     if not model.config.tie_embeddings:  # transformers' own models can't place a tied head apart either
         model.save_pretrained(tmp_path)
         places = {"model": "cpu", "lm_head": "disk"}
@@ -163,7 +163,7 @@ def test_dynamic_quantisation_replaces_all_linear_layers():
         small = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     assert not [module for module in small.modules() if type(module) is nn.Linear]
     assert small(tokens, labels=tokens).loss.isfinite()
-    assert list(generate(small.decoder, [1, 2, 3], max_tokens=3, temperature=0))
+    assert list(generate(small.decoder, [1, 2, 3], max_new_tokens=3, temperature=0))
 
 
 def test_a_hook_on_the_head_reaches_the_loss_on_every_chunk(monkeypatch, caplog):
@@ -245,18 +245,18 @@ DEVICE_MAPS = [{"model": "disk"}, {"model": "cpu"}, {"model.decoder": "cpu"}]
 @pytest.mark.parametrize("device_map", DEVICE_MAPS, ids=str)
 def test_a_device_map_with_the_head_on_disk_gives_the_same_bits_and_texts(device_map, tmp_path):
     model = language_model("llp", tie_embeddings=False)
-    logits, text = model(prompt()).logits, list(generate(model.decoder, [1, 2], max_tokens=4, temperature=0.0))
+    logits, text = model(prompt()).logits, list(generate(model.decoder, [1, 2], max_new_tokens=4, temperature=0.0))
     dispatch_model(model, device_map | {"lm_head": "disk"}, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
     assert_exact(model(prompt()).logits, logits)
     assert_exact(model.decoder(prompt())[0], logits)
-    assert list(generate(model.decoder, [1, 2], max_tokens=4, temperature=0.0)) == text
+    assert list(generate(model.decoder, [1, 2], max_new_tokens=4, temperature=0.0)) == text
 
 
 def test_generation_restores_the_mode_of_each_module():
     model = language_model("llp", dropout=0.5).train()
     decoder = model.decoder
     model.eval()
-    list(generate(decoder, [1, 2, 3], max_tokens=2))
+    list(generate(decoder, [1, 2, 3], max_new_tokens=2))
     assert not any(module.training for module in model.modules())
 
 

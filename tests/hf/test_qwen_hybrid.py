@@ -79,7 +79,7 @@ def test_a_greedy_text_is_that_of_transformers(case, monkeypatch):
         model = theirs(case).double()
         expected = model.generate(TOKENS[:1, :9], max_new_tokens=24, do_sample=False, pad_token_id=0)[0, 9:].tolist()
     prompt = TOKENS[0, :9].tolist()
-    assert list(generate(from_transformers(model).decoder, prompt, max_tokens=24, temperature=0)) == expected
+    assert list(generate(from_transformers(model).decoder, prompt, max_new_tokens=24, temperature=0)) == expected
 
 
 def test_the_language_model_of_a_folder_with_images_is_taken(tmp_path):
