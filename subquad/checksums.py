@@ -1,8 +1,8 @@
-"""Checksums of a saved model: a file that was damaged is named, not used.
+"""Checksums of a saved model: a damaged file is named in an error and not used.
 
 `checksums.json` beside the model holds the SHA-256 of its weights, its configuration and its tokenizer; a checkpoint
-has those of all its files in its manifest. transformers does not read them. Whatever our commands load is checked:
-models, adapters and their bases. `trusting` lets a model be read whose files somebody has changed on purpose.
+has those of all its files in its manifest. transformers does not read them. Our commands check all that they load:
+models, adapters and their bases. Within `trusting` files that were changed on purpose are accepted.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ _ELSEWHERE = {
     }.items()
     for other in others.split()
 }
-"""Our names of options and mechanisms by those of transformers, PyTorch and papers: what users type first."""
+"""Our names of options and mechanisms by the names in transformers, PyTorch and papers, which users may type."""
 _INSTEAD = {
     **dict.fromkeys(
         ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
@@ -62,7 +62,7 @@ _INSTEAD = {
     "mqa": "grouped queries are an option: 'full' with num_kv_heads=1",
     "rwkv": "there is no RWKV, 'gla' (version 6) and 'kda' (version 7) are nearest",
 }
-"""What to say of names that have no equal here."""
+"""Hints for names that have no counterpart here."""
 
 
 def check_at_least(least: float, prefix: str = "", /, **numbers: float | None) -> None:
@@ -285,7 +285,7 @@ def differences(made: Mapping[str, Any], now: Mapping[str, Any], most: int = 8) 
     before, after = _dotted(made), _dotted(now)
     changed = [
         f"{name} was {_in_yaml(before.get(name))}, is {_in_yaml(after.get(name))}"
-        for name in {**after, **before}  # a setting that is left out now was made by it all the same
+        for name in {**after, **before}  # a setting may be left out in one of them
         if before.get(name) != after.get(name)
     ]
     return changed if len(changed) <= most else [*changed[:most], f"and {len(changed) - most} more"]

@@ -68,7 +68,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _code_in(text: str) -> int | None:
-    """Return the system's error code in the text of an error of safetensors, which is no `OSError`."""
+    """Return the system's error code in the text of an error of safetensors, which is not an `OSError`."""
     found = re.search(r"\(os error (\d+)\)", text)
     return int(found[1]) if found else None
 
@@ -105,7 +105,8 @@ def claimed(file: Path) -> Iterator[None]:
     """Hold `file`, which names this process, until the block or the process ends, however it ends.
 
     Raises `InUseError`, which names the process that holds it, at once. Processes that this one forks, such as workers
-    that read data, do not hold it: they may outlive a killed one for seconds. A file system without locks is warned of.
+    that read data, do not hold it: they may outlive a killed one for seconds. A file system without locks causes a
+    warning.
     """
     if sys.platform == "win32":
         yield  # Windows has no such lock
@@ -169,7 +170,7 @@ def sha256_of(path: Path) -> str:
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace the file `path` atomically: readers see the whole old file or the whole new one.
 
-    What is no file, such as a pipe or a terminal, is written to as it is.
+    A pipe or a terminal is written to directly.
     """
     if path.exists() and not path.is_file():
         path.write_bytes(data)

@@ -25,7 +25,7 @@ def inference(model: nn.Module) -> Iterator[None]:
 def device_of(model: nn.Module) -> torch.device:
     """Return the device that a model takes its inputs on: that of its first tensor, or the CPU for none.
 
-    Weights that are offloaded stand on `meta`; their modules move inputs to where they compute.
+    Offloaded weights are on `meta`; their modules move inputs to the device that computes.
     """
     tensors = chain(model.parameters(), model.buffers())
     return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))

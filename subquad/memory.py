@@ -113,8 +113,8 @@ def empty(like: Tensor, *shape: int) -> Tensor:
     """Return `like.new_empty(shape)`, with huge pages for a large tensor on a CPU.
 
     A fresh tensor of 32 MiB costs about 13 ms in faults of 4 KiB pages, as long as half of linear attention over it; in
-    pages of 2 MiB it costs 3 ms. Linux gives those on advice alone (`transparent_hugepage/enabled` is `madvise` on most
-    machines), and the advice changes no content.
+    pages of 2 MiB it costs 3 ms. Linux gives them only if advised (`transparent_hugepage/enabled` is `madvise` on most
+    machines); the advice does not change the content.
     """
     x = like.new_empty(shape)
     if x.device.type != "cpu" or x.nbytes < LEAST_BYTES:

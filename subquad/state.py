@@ -1,4 +1,4 @@
-"""The state of a causal mechanism or model: what it remembers of the tokens it has read."""
+"""The state of a causal mechanism or model: the memory of the tokens that it has read."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ class State:
 
 
 def check_is_state(state: object) -> None:
-    """Raise `TypeError` unless `state` is a `State` or None; a mask in its place is told its name."""
+    """Raise `TypeError` unless `state` is a `State` or None. The error says how to give a mask, a likely mistake."""
     if state is not None and not isinstance(state, State):
         raise TypeError(
             f"state must be a State that an earlier call returned, got {type(state).__name__}; give a mask by its "

@@ -1,4 +1,4 @@
-"""What a call may know of its tensors: which derivatives are taken of them, and whether their values can be read."""
+"""Find out which derivatives are taken of a call's tensors, and whether their values can be read."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ FAULTS = {
     ),
     "a learning rate is chosen on the text of the result": Fault(
         TRAIN,
-        "tokens[held.tokens : 2 * held.tokens]",
-        "tokens[: held.tokens]",
+        "token_nats(result, tokens[own:end], held)",
+        "token_nats(result, tokens[:own], held)",
         "tests/experiments/test_rates.py",
         {"test_an_arm_is_searched_once_and_its_seeds_use_the_best_rate"},
     ),

@@ -14,7 +14,7 @@ import pytest
 PINNED = Path(__file__).with_name("public_api.txt")
 ROOMS = (
     "ops", "ops.patterns", "parallel", "attention", "models", "hf", "data", "training", "adaptation", "evaluation",
-    "evaluation.audit", "generation", "recipes", "serving", "testing",
+    "evaluation.audit", "generation", "recipes", "serving", "testing", "train_and_report",
 )  # fmt: skip
 PACKAGES = ("subquad", *(f"subquad.{room}" for room in ROOMS))
 MOST_NAMES = 110

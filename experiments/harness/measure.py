@@ -5,7 +5,6 @@ Shape letters: N scored tokens or examples, T tokens of a window, V vocabulary.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import zlib
@@ -16,12 +15,12 @@ from torch.utils.data import Subset
 
 from experiments.harness.noise import Row
 from experiments.harness.recipe import Held
-from subquad.cli.finishing import finish
 from subquad.config import digest
 from subquad.data import Corpus
 from subquad.data.labelled import LabelledCorpus
 from subquad.evaluation.classes import evaluate_classifier
 from subquad.evaluation.text import Tokens, batches, losses, plan
+from subquad.train_and_report import report_run
 from subquad.training import RunResult
 
 BLOCKS, COUNTED = 100, 3_000_000
@@ -32,8 +31,7 @@ def held_out(result: RunResult, held: Held) -> Row:
     """Measure the model on held-out data with the metrics of its task, and a trivial baseline."""
     if result.config.reads_text:
         return measure_text(result, held)
-    with (result.folder / "log.txt").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-        finish(result)
+    report_run(result)
     found = json.loads((result.folder / "evaluation.json").read_text(encoding="utf-8"))
     names = ("accuracy", "error", "chance", "constant", "bag_of_tokens", "loss", "bits_per_dim")
     row = {name: found[name] for name in names if name in found}

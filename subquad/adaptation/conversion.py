@@ -16,7 +16,7 @@ from subquad.adaptation import measure
 from subquad.adaptation.config import ConvertConfig
 from subquad.adaptation.conversion_report import check_reach, explain
 from subquad.adaptation.replace import Replacement, replace_attention, replaced_layers
-from subquad.adaptation.source import Source, Text, batches, fingerprint, load_source, read_text
+from subquad.adaptation.source import Source, Text, batches, load_source, read_text
 from subquad.adaptation.transfer import Progress, match, tune
 from subquad.checksums import CHECKSUMS, check_unchanged, write_checksums
 from subquad.config import differences
@@ -24,6 +24,7 @@ from subquad.data.files import MODEL_FILES
 from subquad.hf import SubquadForCausalLM, lora
 from subquad.models import Decoder
 from subquad.parsing import read_json_mapping
+from subquad.state import weights_hash
 from subquad.training.checkpoint import replace_folder, share
 from subquad.training.processes import device_type
 
@@ -114,7 +115,7 @@ class Conversion:
             raise ValueError(f"batch.length={config.batch.length} exceeds the model's {most} learned positions")
         check_reach(config.attention, config.options.get(config.attention, {}), config.batch.length)
         settings = {name: value for name, value in config.to_dict().items() if name not in _UNSETTLED}
-        settings |= {"model": fingerprint(self.teacher), "text": self.text.fingerprint}
+        settings |= {"model": weights_hash(self.teacher), "text": self.text.fingerprint}
         settings["data"].pop("cache")
         self.stages = Stages(config.out, settings)
 

@@ -21,7 +21,7 @@ Report = Mapping[str, Any]
 
 
 def explain(report: Report) -> list[str]:
-    """Return sentences: the gap, where in the context it lies, what branches contribute, and where decoding gains."""
+    """Return sentences on the gap, its place in the context, the effect of branches, and the speed of decoding."""
     first, last = report["stages"][0], report["stages"][-1]
     gap = report["gap"]["loss"]
     verb = "loses" if gap >= 0 else "gains"

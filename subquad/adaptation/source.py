@@ -5,7 +5,6 @@ Shape letters: B batch, T tokens.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from subquad.checksums import check_unchanged
 from subquad.data import load_tokenizer, prepare
@@ -65,15 +64,6 @@ def load_source(folder: str | Path) -> Source:
     check_vocabulary(tokenizer, model.config.vocab_size, f"does the tokenizer in {folder} belong to another model?")
     check_finite(model, folder)
     return Source(folder, model.float().eval(), tokenizer)
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Return the SHA-256 of the names and values of all weights."""
-    total = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        total.update(name.encode())
-        total.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return total.hexdigest()
 
 
 class Tokens:

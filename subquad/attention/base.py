@@ -98,7 +98,7 @@ class Attention(nn.Module):
     rotates: ClassVar[bool] = False
     """Whether queries and keys can carry rotary positions (the option `rope`)."""
     sees_order: ClassVar[bool] = False
-    """Whether it sees the order of tokens without positions, by decays, gates or weights learned for each position."""
+    """Whether its output depends on the order of tokens without position encodings, by decays, gates or the like."""
     exempt_options: ClassVar[dict[str, Any]] = {}
     """Options of a form that breaks laws which the default keeps; `exemptions` names the laws and the reasons."""
     softmax_reach: ClassVar[str | None] = None
@@ -108,10 +108,9 @@ class Attention(nn.Module):
     has_position_terms: ClassVar[bool] = False
     """Whether its logits have terms that depend on positions alone (`position_terms`)."""
     takes_handed: ClassVar[bool] = False
-    """Whether it reads the entry `handed` of the state that it is given, which the layer below hands on, and returns
-    one."""
+    """Whether it reads and returns the entry `handed` of the state, which goes from layer to layer."""
     copied: ClassVar[dict[str, str]] = {}
-    """Projections to initialise as copies of full attention's, from the name here to the name there."""
+    """Projections that replacing full attention copies: the name here, and the name there."""
     query: nn.Linear
     key: nn.Linear
     value: nn.Linear
@@ -225,17 +224,17 @@ class Attention(nn.Module):
         counts tokens. `doc_ids`, integers `[B, T]` (-1: padding), pack documents into rows: a new document begins where
         the id changes, takes no state, and has the outputs that it would have alone; the returned state is that of the
         last document in each row. A model, which lays out its rows once for all layers, gives `Lengths` as `mask` or
-        `Documents` as `doc_ids`. Raises `TypeError` for what is no tensor or no state, and `ValueError` for a wrong
-        shape and for a state of another configuration or batch.
+        `Documents` as `doc_ids`. Raises `TypeError` for arguments that are not tensors or states, and `ValueError`
+        for a wrong shape and for a state of another configuration or batch.
         """
-        begun = isinstance(state, State) and "seen" in state.entries  # it may hold nothing but what is handed on
+        begun = isinstance(state, State) and "seen" in state.entries  # it may hold only what is handed on
         fits = isinstance(x_BTD, Tensor) and x_BTD.ndim == 3 and x_BTD.shape[-1] == self.config.dim
         if fits and state is not None:
             fits = isinstance(state, State) and (self.causal if begun else self.takes_handed)
             fits = fits and state.config_hash == self.config_hash and state.batch in (None, x_BTD.shape[0])
         if not fits:
             raise refusal(self, x_BTD, state)
-        if not begun:  # a decoding step goes on from a call that was checked
+        if not begun:  # the parameters were checked in the call that made the state
             check_divided(self)
         if doc_ids is not None and active_group() is not None:
             check_part(self, state if begun else None, mask, doc_ids)
@@ -286,7 +285,7 @@ class Attention(nn.Module):
     def mix_documents(self, x_BTD: Tensor, documents: Documents, state: State | None) -> tuple[Tensor, State]:
         """Mix each document as a sequence of its own; return the state of the first group's documents.
 
-        `state` holds nothing but what is handed on, by row: the same for all documents of a row.
+        `state` holds only what is handed on, by row: the same for all documents of a row.
         """
         found = []
         for group in documents.groups:
@@ -305,16 +304,16 @@ class Attention(nn.Module):
         return w_BHTS
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """Return the weights of sequences without padding: what the mechanism makes of the identity as values."""
+        """Return the weights of sequences without padding: the output of the mechanism with the identity as values."""
         return self.mix(x_BTD, Literal(x_BTD, causal=self.causal, eye=True))
 
     def definition(self, x_BTD: Tensor) -> Tensor:
-        """Return what `forward` must equal, by dense weights. Quadratic."""
+        """Return the outputs that `forward` must equal, computed with dense weights. Quadratic."""
         return self.outputs(x_BTD, Literal(x_BTD, causal=self.causal))
 
     @property
     def divisible(self) -> tuple[int, ...]:
-        """Numbers of heads that torch's tensor parallelism may divide; none where heads are not all alike."""
+        """Numbers of heads that torch's tensor parallelism may divide; none where the heads differ."""
         return ()
 
     @property
@@ -330,10 +329,10 @@ class Attention(nn.Module):
         return dict.fromkeys(OF_STATES, whole) | {Law.NO_FUTURE: "bidirectional: a token sees later ones"}
 
     def warn_on_length(self, tokens: int) -> None:
-        """Log what the layer has to say of a sequence of `tokens` tokens; most have nothing to say."""
+        """Log a warning if `tokens` tokens are more than the layer is made for; most layers have no limit."""
 
     def set_layer_index(self, layer: int, layers: int) -> None:
-        """Take the place of layer number `layer` (from 0) of a new model's `layers`; most ignore it.
+        """Tell the layer its number in a new model, `layer` (from 0) of `layers`; most layers ignore it.
 
         It may make parameters: call it before the optimizer is made.
         """
@@ -369,7 +368,7 @@ class Attention(nn.Module):
         return torch.empty(1, tokens, self.config.dim, requires_grad=True)
 
     def adopt(self, handed: Tensor | None) -> Tensor | None:
-        """Keep `handed` for `weights`, and return what the next layer is handed; most return it unchanged."""
+        """Store `handed` for `weights`, and return the value for the next layer; most layers return it unchanged."""
         return handed
 
     def position_terms(self, tokens: int) -> tuple[Tensor, Tensor]:
@@ -400,7 +399,7 @@ def check_fresh(state: State | None) -> None:
 
 
 def rows_of(rows_R: Tensor, x_B: Tensor) -> Tensor:
-    """Return the rows `[R, ...]` of `[B, ...]`; where all are one in memory, they stay so."""
+    """Return the rows `[R, ...]` of `[B, ...]`; rows that share memory still share it."""
     return x_B[:1].expand(len(rows_R), *x_B.shape[1:]) if x_B.stride(0) == 0 else x_B[rows_R]
 
 

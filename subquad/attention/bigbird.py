@@ -37,7 +37,7 @@ from subquad.ops.patterns import Blocks, Full, Globals, Pattern, Random, Segment
 
 
 class Bigbird(Attention):
-    """Blocks: those next to it, the first ones, and random ones; the state keeps every key, as any may be drawn."""
+    """Neighbouring, global and random blocks; the state keeps every key, since any block may be drawn."""
 
     name = "bigbird"
     summary = "blocks: next to it, the first ones, random ones"

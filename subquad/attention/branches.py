@@ -12,17 +12,16 @@ from subquad.config import suggest
 
 
 class Branched(nn.Module):
-    """A mechanism that sums `branches`; the `closed` ones get no weight, and the weights of the open ones sum to one.
+    """A mechanism that sums `branches`; `closed` ones have weight zero, and the weights of the open ones sum to one.
 
-    Closed branches still read: the state doesn't depend on what is closed, so branches can be closed and opened between
-    any two tokens.
+    Closed branches still update their states, so that branches can be closed and opened between any two tokens.
     """
 
     name: ClassVar[str]
     branches: ClassVar[tuple[str, ...]] = ()
     """Names of the branches."""
     closed: frozenset[str] = frozenset()
-    """Branches that have no weight at present; `without` sets it."""
+    """Branches whose weight is zero now; `without` sets it."""
 
     @contextmanager
     def without(self, *names: str) -> Iterator[None]:

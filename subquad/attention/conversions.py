@@ -1,4 +1,4 @@
-"""A layer's state as another kind of state: `mix` runs on no tokens, and each memory maps its own entries."""
+"""Convert a layer's state to another kind: `mix` runs on zero tokens, and each memory maps its own entries."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     S_t = (I - b_t k_t k_t^T) S_{t-1} + b_t k_t (x) v_t,    o_t = q_t S_t / sqrt(K),    b_t = r sigmoid(W_b x_t)
     q = l2(silu(conv(W_q x))),    k = l2(silu(conv(W_k x))),    v = silu(conv(W_v x)),    y_t = W_o rmsnorm(o_t)
 
-`beta_range` is r: with 2 the transitions have negative eigenvalues, which tracking a state takes (Grazzi et al. 2024,
+`beta_range` is r: with 2 the transitions can have negative eigenvalues, which state tracking needs (Grazzi et al. 2024,
 arXiv:2411.12537).
 """
 
@@ -21,10 +21,10 @@ from subquad.attention.recurrent import DeltaConfig, add_delta_rule, delta_heads
 
 
 class DeltaNet(Attention):
-    """Every earlier token, by a memory in which a key overwrites what it held."""
+    """The delta rule: a key overwrites the value that the state holds for it."""
 
     name = "delta_net"
-    summary = "a memory in which a key overwrites what it held"
+    summary = "the delta rule: a key overwrites its value"
     paper = "Yang et al. 2024, arXiv:2406.06484"
     sees_order = True
     is_distribution = False

@@ -3,8 +3,8 @@
     y_t = sum_s softmax_s(q_t . k_s / sqrt(K)) v_s,    s = t, t - d, t - 2d, ..., t - (width - 1) d
 
 Bidirectional, `width // 2` of the tokens lie before the query and the others after it. The tokens of one residue modulo
-d are a sequence of their own with a plain window, and are computed so; a call that goes on from a state masks a window
-of `(width - 1) d` keys instead.
+d are computed as a sequence of their own with a plain window; a call that continues from a state masks a window of
+`(width - 1) d` keys instead.
 """
 
 from __future__ import annotations

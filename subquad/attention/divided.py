@@ -1,4 +1,4 @@
-"""torch's tensor parallelism (`parallelize_module`), as a layer sees it: each process has some of the heads."""
+"""Checks for torch's tensor parallelism (`parallelize_module`), where each process has some of the heads."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 
 def check_divided(layer: Any) -> None:
-    """Raise `ValueError` if processes have parts of the layer's parameters, and not the same whole heads of each."""
-    # Each sequence comes here. `layer.parameters()` would take ten times as long as this loop.
+    """Raise `ValueError` if processes divide the layer's parameters other than by the same whole heads of each."""
+    # Runs once per sequence: `layer.parameters()` would take ten times as long as this loop.
     for module in layer._modules.values():
         for parameter in () if module is None else module._parameters.values():
             if parameter is not None and type(parameter) is not nn.Parameter:
@@ -22,7 +22,7 @@ def check_plan(layer: Any) -> None:
 
     `layer.divisible` has the numbers of heads that the processes must share equally.
     """
-    # FSDP divides parameters too, and makes those of a module whole before it is called.
+    # FSDP divides parameters too, but gathers those of a module before its call.
     gathered = tuple(f"{name}." for name, module in layer.named_modules() if name and hasattr(module, "unshard"))
     own = {name: parameter for name, parameter in layer.named_parameters() if not name.startswith(gathered)}
     meshes = [parameter.device_mesh for parameter in own.values() if hasattr(parameter, "placements")]
@@ -47,7 +47,7 @@ def check_plan(layer: Any) -> None:
 
 
 def is_divided(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is cut by heads, or a vector (a bias) that torch keeps equal on all processes."""
+    """Return whether a parameter is cut by heads, or is a vector (a bias) that torch keeps equal on all processes."""
     placements = getattr(parameter, "placements", ())
     module = name.rpartition(".")[0]
     columns = int(module == "out" or module.endswith("_out"))

@@ -8,9 +8,9 @@ by the whole denominator this is a gate between a running softmax with one laten
 
     y_t = g_t mu_t + (1 - g_t) v_t,    g_t = sigmoid(p2_t + k3 . x_t + L_t - k2 . x_t),
 
-mu_t the mean of v_s with weights softmax_{s <= t}(k1 . x_s + p1_s) and L_t the logarithm of their normaliser. So no
-query selects among earlier tokens: k3 and p2 only weigh all of them against the token itself. The form with the gate is
-computed, since it cannot overflow; the author's code clips the three exponents to +-20 instead.
+where mu_t is the mean of v_s with weights softmax_{s <= t}(k1 . x_s + p1_s) and L_t the logarithm of their normaliser.
+So a query does not select among earlier tokens: k3 and p2 only weigh all of them against the token itself. The form
+with the gate is computed, since it cannot overflow; the author's code clips the three exponents to +-20 instead.
 
 Where the sources disagree: the equations and the code give the token a slot of its own beside its place in the sum, as
 here; the text ("Intuition") adds k2 . x_t to the diagonal logit, `self_term="diagonal"`. Then p2 and k3, equal along a
@@ -21,8 +21,8 @@ row, cancel and are left out, and the gate is between the tokens before t and th
 The equations have t / N, the code t / (N - 1), an option. N is the length of the sequence there, so that a longer one
 changes all earlier outputs; here it is the fixed `horizon`, beyond which the sines go on. The term k3 came after the
 published results: `query_term=False` leaves it out. Vectors begin uniform in +-0.05, as in the code, so that all
-positions begin almost alike. The code's one layer norm for all places, without weights, is `norm: unscaled_layer` of a
-model.
+positions are almost equal at first. The code's one layer norm for all places, without weights, is `norm:
+unscaled_layer` of a model.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from torch import Tensor, nn
 
 from subquad.attention.base import Attention, split, takes_options
 from subquad.attention.memories.gated_mean import GatedEarlier, GatedMean
-from subquad.attention.memories.running_softmax import widened
 from subquad.attention.past import Past
 from subquad.layers.positions import positions
+from subquad.ops.precision import widened
 from subquad.tracing import has_values
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Elita(Attention):
     """A content-weighted mean of all earlier tokens, and a gate between it and the token itself."""
 
     name = "elita"
-    summary = "the mean of every earlier token, gated against itself"
+    summary = "a mean of the earlier tokens, and a gate"
     paper = "Sharma 2023, github.com/acosharma/elita-transformer"
     sees_order = True
     has_position_terms = True
@@ -148,7 +148,7 @@ class Elita(Attention):
         return p1_HT, sum(p2_HT, torch.zeros_like(p1_HT))
 
     def notice_seen(self, seen: int | Tensor, x_BTD: Tensor) -> None:
-        """Call `warn_on_length`, but not on an accelerator, where reading the count would wait."""
+        """Call `warn_on_length`, except on an accelerator, where reading the count would wait for the device."""
         if not has_values(x_BTD):
             return
         if isinstance(seen, int):

@@ -21,10 +21,10 @@ from subquad.attention.recurrent import DecayRate, DeltaConfig, add_delta_rule, 
 
 
 class GatedDeltaNet(Attention):
-    """Every earlier token, by a memory that fades by head and in which a key overwrites what it held."""
+    """The delta rule with a decay for each head: a key overwrites the value that the state holds for it."""
 
     name = "gated_delta_net"
-    summary = "a fading memory in which a key overwrites what it held"
+    summary = "the delta rule, with a decay of each head"
     paper = "Yang et al. 2024, arXiv:2412.06464"
     sees_order = True
     is_distribution = False

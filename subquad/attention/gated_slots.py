@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention.base import Attention, join, split, takes_options
-from subquad.attention.memories.recurrence import Recurrence, at_least_float32
+from subquad.attention.memories.recurrence import Recurrence
 from subquad.attention.past import Past
 from subquad.attention.recurrent import RecurrentConfig, add_projections, heads_of, rms_normed
+from subquad.ops.precision import at_least_float32
 
 
 class GatedSlots(Attention):

@@ -15,19 +15,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention.base import Attention, join, split, takes_options
-from subquad.attention.memories.recurrence import Recurrence, at_least_float32
+from subquad.attention.memories.recurrence import Recurrence
 from subquad.attention.past import Past
 from subquad.attention.recurrent import RecurrentConfig, add_projections, heads_of, rms_normed
+from subquad.ops.precision import at_least_float32
 
 TEMPERATURE = 16
 """Divides the gates' logarithms: the higher, the slower a channel forgets."""
 
 
 class Gla(Attention):
-    """Every earlier token, by a product whose channels fade at rates that depend on the tokens."""
+    """Linear attention to every earlier token, with a data-dependent decay of each channel."""
 
     name = "gla"
-    summary = "every earlier token, fading by channel as tokens say"
+    summary = "every earlier token, with a gate for each channel"
     paper = "Yang et al. 2023, arXiv:2312.06635"
     sees_order = True
     is_distribution = False

@@ -1,4 +1,4 @@
-"""HGRN2: a gated recurrence whose keys are what it forgets (Qin et al. 2024, arXiv:2404.07904, section 3).
+"""HGRN2: a gated recurrence whose keys are one minus its decays (Qin et al. 2024, arXiv:2404.07904, section 3).
 
     S_t = diag(f_t) S_{t-1} + (1 - f_t) (x) i_t,    o_t = g_t S_t,    y_t = W_o rmsnorm(o_t)
     f_t = b + (1 - b) sigmoid(W_f x_t),    i_t = silu(W_i x_t),    g_t = sigmoid(W_g x_t)
@@ -8,8 +8,8 @@ followed; the authors' language models take the silu of W_g x and leave i linear
 
 b, the least that a channel keeps, grows with the layers: higher ones remember longer. In the paper the b of all layers
 are the running sums of one softmax over layers, and the first layer's is 0. Here each layer learns its own b, the
-sigmoid of a parameter, from where that softmax begins: l / L in layer l = 1, 2, ... of L. Layer 0, and a layer that is
-in no model, have b = 0.
+sigmoid of a parameter, which begins at the initial value of those sums: l / L in layer l = 1, 2, ... of L. Layer 0, and
+a layer outside a model, have b = 0.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from subquad.attention.base import Attention, join, takes_options
 from subquad.attention.memories.recurrence import Recurrence
 from subquad.attention.past import Past
 from subquad.attention.recurrent import RecurrentConfig, add_projections, heads_of, rms_normed
+from subquad.ops.precision import wide_dtype
 from subquad.tracing import has_values
 
 logger = logging.getLogger(__name__)
@@ -42,10 +43,10 @@ def _warn_not_placed() -> None:
 
 
 class Hgrn2(Attention):
-    """Every earlier token, in means of each channel that tokens renew."""
+    """A running mean of each channel, with data-dependent decays."""
 
     name = "hgrn2"
-    summary = "every earlier token, in means that tokens renew"
+    summary = "every earlier token, in gated running means"
     paper = "Qin et al. 2024, arXiv:2404.07904"
     sees_order = True
     is_distribution = False
@@ -74,18 +75,18 @@ class Hgrn2(Attention):
 
     def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
         """Read the gated scan, whose keys are 1 less its decays."""
-        # Not where costs are counted, in a run without data.
+        # Costs are counted in a run without data, which must not warn.
         if not self.placed and self.training and torch.is_grad_enabled() and has_values(x_BTD):
             _warn_not_placed()
         q_BHTK, z_BHTK, v_BHTV = heads_of(self, x_BTD)
-        wide = torch.promote_types(z_BHTK.dtype, torch.float32)
+        wide = wide_dtype(z_BHTK)
         k_BHTK = (-z_BHTK.to(wide)).sigmoid()
         if self.bound is None:
             log_f_BHTK = F.logsigmoid(z_BHTK.to(wide))
         else:
             k_BHTK = (-self.bound.to(wide)).sigmoid().view(-1, 1, self.config.keys) * k_BHTK
-            # As 1 - k: near 1, where the bounds of higher layers are, f itself would lose what sets it apart from 1. If
-            # k rounds to 1, the logarithm stays finite.
+            # As log(1 - k): near 1, where the bounds of higher layers are, the difference of f from 1 would be rounded
+            # away. If k rounds to 1, the logarithm stays finite.
             log_f_BHTK = torch.log1p(-k_BHTK.clamp(max=1 - torch.finfo(wide).eps))
         (sums,) = past.keep(sums=Recurrence(k_BHTK, past.values(F.silu(v_BHTV)), log_f_BHTK))
         return sums.read(q_BHTK.sigmoid())

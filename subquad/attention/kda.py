@@ -20,10 +20,10 @@ from subquad.attention.recurrent import DecayRate, DeltaConfig, add_delta_rule, 
 
 
 class Kda(Attention):
-    """Every earlier token, by a memory that fades by channel and in which a key overwrites what it held."""
+    """The delta rule with a decay for each channel: a key overwrites the value that the state holds for it."""
 
     name = "kda"
-    summary = "a memory fading by channel, in which a key overwrites"
+    summary = "the delta rule, with a decay of each channel"
     paper = "Kimi team 2025, arXiv:2510.26692"
     sees_order = True
     is_distribution = False

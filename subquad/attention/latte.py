@@ -72,5 +72,5 @@ class Latte(Attention):
 
     @property
     def divisible(self) -> tuple[int, ...]:
-        """All heads: each has its own latents."""
+        """All heads, since each has its own latents."""
         return (self.config.num_heads,)

@@ -37,4 +37,4 @@ class Law(StrEnum):
 
 
 OF_STATES = (Law.SPLIT, Law.TOKEN_BY_TOKEN, Law.STATE_SIZE, Law.ROLLBACK, Law.IN_PLACE, Law.RANKS)
-"""Laws of states, which mean nothing for what reads whole sequences only."""
+"""Laws of states, which do not apply to forms that read whole sequences."""

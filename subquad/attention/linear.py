@@ -10,7 +10,7 @@ Hedgehog, arXiv:2402.04347, in the form of LoLCATs, arXiv:2410.10254, equation 4
 
     phi(x) = [softmax(x W), softmax(-x W)],    W [K, F], by default [K, K] and the identity at first
 
-With `rotary` queries and keys turn by their positions before the map, so that the weights can depend on distances.
+With `rotary` queries and keys are rotated by their positions before the map, so that weights can depend on distances.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Linear(Attention):
         self.features = 2 * (config.feature_dim or K) if learned else K
         first_HKF = torch.eye(K).expand(H, -1, -1)
         if config.feature_dim is not None:
-            # The same for queries and keys: their product is then largest where they agree.
+            # The same map for queries and keys, so that at first the product is largest for equal ones.
             first_HKF = torch.randn(H, K, config.feature_dim)
         self.query_map, self.key_map = (nn.Parameter(first_HKF.clone()) if learned else None for _ in range(2))
 
@@ -131,7 +131,7 @@ class Linear(Attention):
     def phi(self, x_BHTK: Tensor, map_HKF: Tensor | None, start: int | Tensor) -> Tensor:
         """Return the features of queries or keys."""
         config = self.config
-        # Contiguous, as the scan wants it: a map of strided heads would be copied after it anyway. And the
+        # Contiguous, as the scan needs it: strided heads would be copied later anyway. And the
         # backward of F.elu and F.softplus on transposed heads fails under torch.compile's aot_eager in torch 2.13.
         x_BHTK = x_BHTK.contiguous()
         if config.rotary:
@@ -144,5 +144,5 @@ class Linear(Attention):
 
     @property
     def divisible(self) -> tuple[int, ...]:
-        """All heads: each has its own features."""
+        """All heads, since each has its own features."""
         return (self.config.num_heads,)

@@ -4,9 +4,9 @@
 
 so the weights are softmax(Q (E K)^T / sqrt(d)) F, whose rows need not sum to one. Every token is mixed into every
 projected key: there is no causal form. N is fixed when the layer is built; a shorter sequence uses the first columns of
-E and F, which count real tokens only (yet the inputs may have no more than N slots, padding included: how many tokens
-are real is not known where a graph is compiled). The paper shares E and F in several ways, `sharing`; over layers is
-not one of them here. (A later paper, arXiv:2412.06106, describes Linformer with projected queries: that is not this
+E and F, which count real tokens only (but the inputs may have at most N slots, padding included, since a compiled graph
+does not know the number of real tokens). The paper shares E and F in several ways, `sharing`; sharing over layers is
+not supported. (A later paper, arXiv:2412.06106, describes Linformer with projected queries: that is not this
 method.)
 """
 
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from subquad.attention.base import Attention, split, takes_options
 from subquad.attention.memories.all_keys import AllKeys, attend_few, shares
-from subquad.attention.memories.running_softmax import real_rows, widened
+from subquad.attention.memories.running_softmax import real_rows
 from subquad.attention.past import Past
 from subquad.ops.backends import without_autocast
+from subquad.ops.precision import widened
 
 
 class Linformer(Attention):

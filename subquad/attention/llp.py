@@ -4,11 +4,12 @@ With c = segment / 2, token t of block i = t // c attends causally to block i an
 
     y_t = sum_s softmax_s(q_t . k_s / sqrt(K)) v_s,    c (t // c - 1) <= s <= t
 
-A token sees c + 1 to 2c tokens (1 to c in block 0). Equations and pseudocode of the paper differ; here one set of
-projections serves all blocks, and `llp_printed` has what they print. Scores are divided by sqrt(K), as in equation 1.
+A token sees c + 1 to 2c tokens (1 to c in block 0). Equations and pseudocode of the paper differ; here all blocks use
+one set of projections, and `llp_printed` follows the paper to the letter. Scores are divided by sqrt(K), as in equation
+1.
 
-`shifted_heads` is what the paper's conclusion proposes: half of the heads have boundaries moved by s / 4, so that their
-first block has s / 4 tokens; nothing wraps around. Bidirectional, a token sees all of its half segment and of both
+`shifted_heads` follows the paper's conclusion: half of the heads have boundaries moved by s / 4, so that their first
+block has s / 4 tokens; nothing wraps around. Bidirectional, a token sees all of its half segment and of both
 neighbours.
 """
 

@@ -6,7 +6,7 @@ With c = segment / 2, token t of block i = t // c attends causally to block i an
 
 Equations and pseudocode differ. The default is the pseudocode (figure 5): one tensor is key and value (`shared_kv`),
 keys are normalised for the scores of blocks after the first (`key_norm`), and block 0 has its own output projection
-(`split_output`). Its mask, as printed, raises; here the mask binds and the mechanism is exactly causal.
+(`split_output`). The mask as printed raises an error; here it is applied, and the mechanism is exactly causal.
 `first_block_projections` alone, without the three, is equations 22 to 24: block 0 has its own q, k and v. Scores are
 divided by sqrt(K), as in equation 1.
 """
@@ -85,7 +85,7 @@ class LlpPrinted(Attention):
                 del self.first_value
 
     def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
-        """Read all blocks alike, then the first block again if an option gives it its own queries, keys or values."""
+        """Read all blocks, then the first one again if an option gives it its own queries, keys or values."""
         c, special = self.half_segment, self.special_first_block
         q, k, v = raw = self.heads(x_BTD, "")
         check_even(self, q, k, self.config.query_share)
@@ -114,7 +114,7 @@ class LlpPrinted(Attention):
         return blocks.read(queries(self, q, past.start))
 
     def outputs(self, x_BTD: Tensor, past: Past) -> Tensor:
-        """Return the mixed tokens; overridden, as `finish` does not learn which tokens are in the first block."""
+        """Return the mixed tokens; overridden, since `finish` does not know which tokens are in the first block."""
         c, y_BHTV = self.half_segment, self.mix(x_BTD, past)
         y_BTD = self.out(join(y_BHTV))
         # Every rank of a group takes part in the gradient of `first_out`.

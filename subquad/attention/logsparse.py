@@ -46,7 +46,7 @@ class Logsparse(Attention):
         width: int = 16
         """Tokens of the window, the query's own included."""
         max_tokens: int = 65_536
-        """Tokens that the powers of two stay below, and that the state may keep."""
+        """Bound on the powers of two, and so on the tokens that the state keeps."""
 
         def __post_init__(self) -> None:
             super().__post_init__()

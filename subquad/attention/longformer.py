@@ -85,7 +85,7 @@ class Longformer(Attention):
         first = past.first(count, "own")
         if first is None:
             return y_BHTK
-        # Causal, global tokens see global tokens alone.
+        # In the causal form global tokens see only global tokens.
         seen, x_BSD = (first, x_BTD[:, :count]) if self.causal else (past, x_BTD)
         (q_BHCK,) = split(self.config.channels, self.global_query(x_BTD[:, :count]))
         k_BGSK, v_BGSK = split(self.config.channels, self.global_key(x_BSD), self.global_value(x_BSD))
@@ -100,7 +100,7 @@ class Longformer(Attention):
 
 
 class GlobalKeys(KeyValues):
-    """The keys that global tokens see; bidirectional, these are few queries of all keys."""
+    """The keys that global tokens see; in the bidirectional form few queries read all keys."""
 
     def read_all(self, q_BHCK: Tensor, at: Any) -> Tensor:
         """Return the outputs of the first tokens."""

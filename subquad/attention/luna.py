@@ -4,12 +4,12 @@ Bidirectional, with Attn(q, k, v) = softmax(q k^T / sqrt(d)) v in heads and a me
 
     y_t = Attn(x_t, Y, Y),    Y = Attn(P, x, x),    P' = LayerNorm(Y + P), handed to the next layer
 
-Queries, keys and values are linear maps of what stands there; the keys and values of x are one map, and those of Y
-(`tied`), as in the authors' code; Y is not projected before its norm. The norm has no scale and offset: they would do
-nothing in the last layer. P travels in the state, as the entry `handed`: a layer reads it from the state that it is
-given and returns P' (causal: P) under the same name. With U_h the unpacking weights of head h and A_g the packing
-weights of pack head g, head h puts out sum_g U_h A_g v_gh, where v_gh is what head h reads of pack head g: `weights`
-are these H x G matrices, each of whose rows sums to one.
+Queries, keys and values are linear maps of these arguments. With `tied` the keys and values of x are one map, and so
+are those of Y, as in the authors' code; Y is not projected before its norm. The norm has no scale and offset, which
+would have no effect in the last layer. P travels in the state, as the entry `handed`: a layer reads it from the state
+that it is given and returns P' (causal: P) under the same name. With U_h the unpacking weights of head h and A_g the
+packing weights of pack head g, the output of head h is sum_g U_h A_g v_gh, where v_gh is the part of pack head g that
+head h reads: `weights` are these H x G matrices, whose rows sum to one.
 
 Causal, with f(a, b, z)_t = a_t (1/t) sum_{s <= t} b_s (x) z_s for a memory P that no token changes:
 
@@ -32,10 +32,10 @@ from subquad.attention.base import Attention, join, split, takes_options
 from subquad.attention.laws import Law
 from subquad.attention.memories.all_keys import AllKeys, attend_few, shares
 from subquad.attention.memories.recurrence import Recurrence
-from subquad.attention.memories.running_softmax import widened
 from subquad.attention.past import Past
 from subquad.ops.backends import without_autocast
 from subquad.ops.documents import Documents
+from subquad.ops.precision import widened
 from subquad.state import State
 
 
@@ -43,7 +43,7 @@ class Luna(Attention):
     """All tokens, or all earlier ones, through a memory of fixed size."""
 
     name = "luna"
-    summary = "every earlier token, through a packed memory"
+    summary = "every earlier token, through a memory of fixed size"
     paper = "Ma et al. 2021, arXiv:2106.01540"
     forms = ("causal", "bidirectional")
     takes_handed = True
@@ -91,13 +91,13 @@ class Luna(Attention):
         if not config.tied:
             self.key = nn.Linear(config.dim, config.dim, bias=config.bias)
             self.pack_key = None if config.causal else nn.Linear(config.dim, config.dim, bias=config.bias)
-        # Of unit variance, like the tokens after a norm.
+        # Unit variance, like the tokens after a norm.
         self.memory = nn.Parameter(torch.randn(config.memory_tokens, config.dim)) if config.own_memory else None
 
     def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
         """Mix with the memory that the layer below hands on, or else the layer's own.
 
-        A causal layer hands on the memory that it was given; a state belongs to the memory that it was made with.
+        A causal layer hands on the memory that it was given. A state can only be used with the memory that made it.
         """
         begun = past.handed is not None and past.given is not None
         memory_BLD = self.given_or_own(past.handed.to(x_BTD.dtype) if begun else past.handed, x_BTD.shape[0])
@@ -113,7 +113,7 @@ class Luna(Attention):
         return y_BHTV
 
     def accumulated(self, x_BTD: Tensor, memory_BLD: Tensor, past: Past) -> Tensor:
-        """Return the causal form's two scans, in float32 or wider inside: sums outgrow half precision."""
+        """Return the causal form's two scans, computed in float32 or wider: the sums exceed half precision."""
         v_BHTV, k_BHTK = self.values_and_keys(x_BTD)
         p_BHLK, pack_k_BHTK, _ = self.pack_inputs(x_BTD, memory_BLD)
         q_BHTK, k_BHTK, v_BHTV = widened(*split(self.channels, self.query(x_BTD)), k_BHTK, v_BHTV)
@@ -136,7 +136,7 @@ class Luna(Attention):
         return split(self.channels, self.query(x_BTD))[0], k_BHLK, v_BHLV
 
     def values_and_keys(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return values and keys, which are one where `tied`."""
+        """Return values and keys, which are equal if `tied`."""
         (v_BHTV,) = split(self.channels, self.value(x_BTD))
         return v_BHTV, v_BHTV if self.key is None else split(self.channels, self.key(x_BTD))[0]
 

@@ -4,9 +4,9 @@
     S_t = exp(-exp(a) d_t) S_{t-1} + d_t B_t (x) x_t,    o_t = C_t S_t + D x_t
     y_t = W_o rmsnorm(o_t * silu(W_z u_t))
 
-a, c and D are numbers of a head. B and C are those of `groups` groups of heads, and so is the norm. C are the queries,
-B the keys and x the values. The rows of a checkpoint's `in_proj`, z, x, B, C and d, are those of `gating`, `value`,
-`key`, `query` and `stepping` here; its convolution's channels are x, B, C, and C, B, x here.
+a, c and D are one number per head. B and C, and the norm, are shared by each of `groups` groups of heads. C are the
+queries, B the keys and x the values. The rows of a checkpoint's `in_proj`, z, x, B, C and d, are those of `gating`,
+`value`, `key`, `query` and `stepping` here; its convolution's channels are x, B, C, and C, B, x here.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention.base import Attention, join, takes_options
-from subquad.attention.memories.recurrence import Recurrence, at_least_float32
+from subquad.attention.memories.recurrence import Recurrence
 from subquad.attention.past import Past
 from subquad.attention.recurrent import DecayRate, RecurrentConfig, add_projections, convolution_of, convolved_heads
+from subquad.ops.precision import at_least_float32
 
 
 class Mamba2(Attention):
-    """Every earlier token, by a product that fades by head at rates that depend on the tokens."""
+    """Linear attention to every earlier token, with a data-dependent decay of each head."""
 
     name = "mamba2"
-    summary = "every earlier token, fading by head as tokens say"
+    summary = "every earlier token, with a gate for each head"
     paper = "Dao & Gu 2024, arXiv:2405.21060"
     sees_order = True
     is_distribution = False

@@ -3,11 +3,11 @@
     S_t = f_t S_{t-1} + i_t k_t (x) v_t,    n_t = f_t n_{t-1} + i_t k_t,    o_t = q_t S_t / max(|q_t . n_t|, 1)
     i_t = exp(w_i x_t + b_i),    f_t = sigmoid(w_f x_t + b_f),    y_t = W_o (norm(o_t) * sigmoid(W_r x_t))
 
-i and f are numbers of a head, and q = W_q x / sqrt(K) (the paper divides k instead). i may overflow, so the sums are
-kept divided by exp(m_t), m_t = max(log f_t + m_{t-1}, log i_t): by a scan with decays exp(log f_t + m_{t-1} - m_t) and
-inputs exp(log i_t - m_t) k_t, whose last value channel holds n. The bound 1 becomes exp(-m_t). Nothing else depends on
-m, so it has no gradient. The norm is a layer norm of each head. The paper lets f be an exponential too; it is a sigmoid
-here, as in the authors' code.
+i and f are one number per head, and q = W_q x / sqrt(K) (the paper divides k instead). i may overflow, so the sums are
+stored divided by exp(m_t), with m_t = max(log f_t + m_{t-1}, log i_t), by a scan with decays exp(log f_t + m_{t-1} -
+m_t) and inputs exp(log i_t - m_t) k_t, whose last value channel holds n. The bound 1 becomes exp(-m_t). Nothing else
+depends on m, so it has no gradient. The norm is a layer norm of each head. The paper lets f be an exponential too; it
+is a sigmoid here, as in the authors' code.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention.base import Attention, join, takes_options
-from subquad.attention.memories.recurrence import at_least_float32
 from subquad.attention.memories.running_softmax import Tensors, is_future
 from subquad.attention.past import Past
 from subquad.attention.recurrent import RecurrentConfig, add_projections, heads_of
 from subquad.ops import gated_scan
 from subquad.ops.backends import without_autocast
+from subquad.ops.precision import at_least_float32
 from subquad.ops.softmax import EMPTY
 
 LEAST_DIVISOR = 1e-6
@@ -33,10 +33,10 @@ LEAST_DIVISOR = 1e-6
 
 
 class Mlstm(Attention):
-    """Every earlier token, by a product with exponential input gates that fades by head as tokens say."""
+    """Linear attention with exponential input gates and a data-dependent decay of each head."""
 
     name = "mlstm"
-    summary = "every earlier token, by gates that tokens open and close"
+    summary = "every earlier token, with input and forget gates"
     paper = "Beck et al. 2024, arXiv:2405.04517"
     sees_order = True
     is_distribution = False
@@ -135,7 +135,7 @@ class ExponentialGates:
         return g_1 + g_2, m, share_1 * s_1 + share_2 * s_2
 
     def begin(self, summary: Tensors) -> Tensors:
-        """Return the state that a summary is."""
+        """Return the state of a summary."""
         return summary[1].detach(), summary[2]
 
 
@@ -143,14 +143,14 @@ def over_maximum(log_i_BHT: Tensor, log_f_BHT: Tensor, max_BH1: Tensor) -> tuple
     """Return `exp(log i_t - m_t)`, `log f_t + m_{t-1} - m_t` and `m_t`, each `[B, H, T, 1]`, from m before the tokens.
 
     With G the sum of log f, `m_t = G_t + M_t` where M is the running maximum of `log i - G`: the differences are those
-    of M, which never falls, so that rounding makes no decay larger than 1. Sums run over the whole sequence, and only
-    their differences count: they are float64.
+    of M, which never falls, so that rounding makes no decay larger than 1. The sums run over the whole sequence and
+    only their differences are used, so they are float64.
     """
     G_BHT = log_f_BHT.detach().double().cumsum(-1)
     at_BHT = log_i_BHT.detach() - G_BHT
     M_BHN = torch.cat([max_BH1, at_BHT], -1).cummax(-1).values
     inputs = with_gradient_of(log_i_BHT, at_BHT - M_BHN[..., 1:]).exp()
-    # The first token's decay is of sums that are zero: 1, not exp(-2^100), beside which a scan would round the others.
+    # The first token decays sums that are zero: log 1, since beside -2^100 a scan would round the other logarithms.
     steps_BHT = (M_BHN[..., :-1] - M_BHN[..., 1:]).masked_fill(M_BHN[..., :-1] <= EMPTY, 0.0)
     decays = with_gradient_of(log_f_BHT, steps_BHT)
     return inputs[..., None], decays[..., None], (G_BHT + M_BHN[..., 1:])[..., None]

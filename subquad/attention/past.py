@@ -1,7 +1,7 @@
-"""What a layer knows of the tokens before these: one interface for mechanisms, and its interpreters.
+"""The tokens before these, as a layer sees them: one interface for mechanisms, and its interpreters.
 
-A mechanism's `mix(x, past)` sees `start`, `extended`, `values` and `keep`, and reads the memories that it kept; it
-never learns which interpreter it has. A memory is an immutable value of what tokens write, and knows
+A mechanism's `mix(x, past)` uses `start`, `extended`, `values` and `keep`, and reads the memories that it kept; it does
+not depend on the interpreter. A memory is an immutable value that holds what tokens write, and has
 
     slots                                   the names of its entries in a state, after its own name
     read(q, before, at) -> (y, after)       what queries find, and the entries after these tokens
@@ -32,7 +32,7 @@ from subquad.state import State
 
 Tensors = tuple[Tensor, ...]
 IN_PLACE = "in_place"
-"""Entry of a state whose keys and values stand in rings, which decoding writes where they are."""
+"""Entry of a state that keeps keys and values in rings, which decoding writes in place."""
 
 
 Entries = dict[str, Tensor]
@@ -70,7 +70,7 @@ class Past:
         """Bool `[B, T]`, True for a real token; None if all are."""
         given: dict[str, Any] = {} if state is None else state.entries
         self.handed: Any = given.get("handed")
-        """What the layer below hands on, which travels in the state; None: nothing."""
+        """The value that the layer below hands on in the state; None: nothing."""
         self.given: dict[str, Any] | None = given if "seen" in given else None
         """Entries of the state before these tokens; None at the start."""
         self.group = active_group()
@@ -93,8 +93,8 @@ class Past:
     def first(self, count: int, name: str) -> Past | None:
         """Return the past of those of these tokens that may be among a sequence's first `count`.
 
-        None: the state says that all of those came before. What is kept in it under `name` leaves the state once
-        `count` tokens have been read.
+        None if all of those came before. The entries kept in it under `name` are removed from the state once `count`
+        tokens have been read.
         """
         if self.given is not None and not any(entry.startswith(f"{name}_") for entry in self.given):
             return None
@@ -110,11 +110,11 @@ class Past:
         return first
 
     def values(self, v_BHTV: Tensor) -> Tensor:
-        """Mark the values: a mechanism's weights are what it makes of the identity in their place."""
+        """Mark the values, in whose place `literal` can put the identity, which gives the mechanism's weights."""
         return v_BHTV
 
     def keep(self, **memories: Any) -> list[Kept]:
-        """Keep memories under these names, which can then be read; what earlier ranks know comes in one exchange."""
+        """Keep memories under these names, which can then be read; earlier ranks' entries come in one exchange."""
         self.unread.update(memories)
         given = self.given
         if given is not None:
@@ -134,7 +134,7 @@ class Past:
         return y_BHTV
 
     def extended(self, name: str, x_BTC: Tensor, count: int) -> Tensor:
-        """Return the `count` rows before these and these, `[B, count + T, C]`; zeros stand where there are none."""
+        """Return the `count` rows before these, then these, `[B, count + T, C]`; missing rows are zeros."""
         if self.given is not None:
             x_BSC = torch.cat([self.given[name].to(x_BTC.dtype), x_BTC], 1)
         elif self.group is None:
@@ -159,7 +159,7 @@ class Whole(Past):
         return y_BHTV
 
     def extended(self, name: str, x_BTC: Tensor, count: int) -> Tensor:
-        """Refuse: tokens of both sides would be needed."""
+        """Raise an error: a bidirectional form would need tokens of both sides."""
         raise NotImplementedError("a bidirectional layer has no tokens before these")
 
 
@@ -238,7 +238,7 @@ class Draft(Past):
 
 
 class Converted(Past):
-    """Turn a state into one of another kind: `mix` runs on no tokens, and `convert` maps each memory's entries."""
+    """Turn a state into one of another kind: `mix` runs on zero tokens, and `convert` maps each memory's entries."""
 
     def __init__(self, none_B0D: Tensor, state: State, convert: Convert) -> None:
         super().__init__(none_B0D, state, None)
@@ -250,7 +250,7 @@ class Converted(Past):
         return [Kept(self, name, memory, None) for name, memory in memories.items()]
 
     def read(self, kept: Kept, q: Any) -> Tensor:
-        """Keep the converted entries, and find nothing."""
+        """Keep the converted entries, and return no outputs."""
         _, name, memory, _ = kept
         slots, given = (*memory.slots, *getattr(memory, "ring_slots", ())), self.given or {}
         found = {slot: given[name + slot] for slot in slots if name + slot in given}
@@ -260,7 +260,7 @@ class Converted(Past):
 
 
 class Literal(Past):
-    """The interpreter `literal`, the definition; with `eye`, the identity stands for the values: weights come out."""
+    """The interpreter `literal`, the definition; with `eye` the values are the identity, so that it gives weights."""
 
     def __init__(self, x_BTD: Tensor, *, causal: bool, eye: bool = False) -> None:
         super().__init__(x_BTD, None, None)

@@ -3,15 +3,16 @@
     y_t = sum_{s <= t} A_ts v_s / sum_{s <= t} A_ts,    A_ts = sum_r exp(w_r . (q_t + k_s) - |q_t|^2 / 2 - |k_s|^2 / 2)
 
 (over all s in the bidirectional form), q and k divided by K^(1/4): the mean of A_ts / R over w_r ~ N(0, I) is
-exp(q_t . k_s). The R vectors w_r are rows of random orthogonal blocks, each with the length of a Gaussian vector.
+exp(q_t . k_s). The R vectors w_r are rows of random orthogonal blocks, scaled to the lengths of Gaussian vectors.
 
 With u_sr = w_r . k_s - |k_s|^2 / 2 and Z_tr the logsumexp of u_sr over s, the same weights are
 
     y_t = sum_r p_tr sum_{s <= t} softmax_{s <= t}(u_sr) v_s,    p_t = softmax_r(w_r . q_t + Z_tr):
 
 Latte with R latents. So nothing over- or underflows, and no eps is needed. Published implementations subtract the
-maximum of u over the whole sequence and add an eps to the exponentials: there the future sets how much the eps counts,
-and past outputs change with it. `kernel="relu"` is the generalised attention, with features relu(w_r . x) + 0.001.
+maximum of u over the whole sequence and add an eps to the exponentials, so that later tokens change the relative size
+of the eps, and with it earlier outputs. `kernel="relu"` is the generalised attention, with features relu(w_r . x) +
+0.001.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ from torch.nn import functional as F
 from subquad.attention.base import Attention, split, takes_options
 from subquad.attention.divided import check_even
 from subquad.attention.memories.recurrence import Recurrence
-from subquad.attention.memories.running_softmax import RunningSoftmax, Tensors, is_future, real_rows, widened
+from subquad.attention.memories.running_softmax import RunningSoftmax, Tensors, is_future, real_rows
 from subquad.attention.parts import HeadedConfig, head_norm, normed, output_projection, projection
 from subquad.attention.past import Past
 from subquad.ops.backends import without_autocast
+from subquad.ops.precision import widened
 from subquad.ops.softmax import running_logsumexp
 
 logger = logging.getLogger(__name__)
 RELU_FLOOR = 1e-3
 PATIENCE = 200
-"""Training passes, beside four intervals, before a layer says that it hears of no step (accumulation has several)."""
+"""Training passes, besides four intervals, before a layer warns that `after_step` was not called."""
 
 
 @functools.cache
@@ -88,7 +90,7 @@ class Performer(Attention):
         self.unheard = 0 if config.redraw_interval else None
         """Training passes so far, until `after_step` is first called (None)."""
         self.features = config.features or max(K, int(K * math.log(K)))
-        # Saved with the model: a state can't be used with other directions.
+        # Saved with the model, since a state can't be used with other directions.
         self.register_buffer("directions", orthogonal_directions(self.features, K).to(torch.get_default_dtype()))
 
     def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
@@ -114,12 +116,12 @@ class Performer(Attention):
 
     @property
     def divisible(self) -> tuple[int, ...]:
-        """All heads: the directions are those of each."""
+        """All heads, since each has its own directions."""
         return (self.config.num_heads,)
 
     @torch.no_grad()
     def redraw(self) -> None:
-        """Draw new directions with torch's generator; states made before it become useless.
+        """Draw new directions with torch's generator; states made before can no longer be used.
 
         The directions are a buffer, which DistributedDataParallel copies from the first process to the others.
         """
@@ -134,7 +136,7 @@ class Performer(Attention):
             _warn_not_redrawn(interval)
 
     def after_step(self, step: int) -> None:
-        """Redraw every `redraw_interval` training steps: between passes, so a recomputed one is the same."""
+        """Redraw every `redraw_interval` training steps, between passes, so that a recomputed pass is the same."""
         self.unheard = None
         if self.config.redraw_interval and step % self.config.redraw_interval == 0:
             self.redraw()

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention.base import Attention, split
-from subquad.attention.memories.recurrence import at_least_float32
 from subquad.attention.past import Past
 from subquad.layers.convolution import ShortConvolution
+from subquad.ops.precision import at_least_float32
 
 L2_EPS = 1e-6
 """Added to the squared length of queries and keys that are divided by their length."""
 MOST_LOG_RATE = 60.0
-"""Largest a of a decay's rate exp(a): beyond, every step above 1e-22 forgets everything, and exp(a) would overflow."""
+"""Largest a of a decay's rate exp(a), which would overflow. At this rate a step of 1e-22 already forgets everything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ def of_unit_length(x_BHTK: Tensor) -> Tensor:
 
 
 class DecayRate(nn.Module):
-    """`log f = -exp(a) softplus(z + c)` with learned a (one a head) and c, in float32 or wider, as Mamba has it.
+    """`log f = -exp(a) softplus(z + c)` with learned a (one per head) and c, in float32 or wider, as in Mamba.
 
     exp(a) is drawn from [1, 16] and softplus(c), the step, log-uniformly from [0.001, 0.1] (Gu & Dao 2023,
     arXiv:2312.00752, section 3.6).

@@ -1,4 +1,4 @@
-"""Why a layer refuses its inputs: looked for and worded only once it does."""
+"""Errors for the inputs that a layer refuses, whose cause is looked for only then."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     o_t = sum_{s <= t} g^{t-s} (q_t . k_s) / sqrt(K) v_s,    g = 1 - 2^(-5-h) in head h = 0, 1, ...
     y_t = W_o (groupnorm(o_t) * silu(W_g x_t)),    q = R_t W_q x_t,    k = R_t W_k x_t
 
-R rotates by the position. The group norm, a layer norm of each head without weights, makes the paper's other scalings
-of the scores superfluous. Values have twice as many channels as queries and keys.
+R rotates by the position. With the group norm, a layer norm of each head without weights, the paper's other
+scalings of the scores have no effect. Values have twice as many channels as queries and keys.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from subquad.attention.memories.recurrence import Recurrence
 from subquad.attention.past import Past
 from subquad.attention.recurrent import RecurrentConfig, add_projections, heads_of
 from subquad.layers.positions import ROTARY_BASE, rotate
+from subquad.ops.precision import wide_dtype
 
 
 class Retnet(Attention):
-    """Every earlier token, by a product that fades at a fixed rate for each head."""
+    """Linear attention to every earlier token, with a fixed decay of each head."""
 
     name = "retnet"
-    summary = "every earlier token, fading by head"
+    summary = "every earlier token, with a fixed decay of each head"
     paper = "Sun et al. 2023, arXiv:2307.08621"
     sees_order = True
     is_distribution = False
@@ -72,7 +73,7 @@ class Retnet(Attention):
     def log_decays(self, v_BHTV: Tensor) -> Tensor:
         """Return `log(1 - 2^(-5-h))`, one number a head, as `[B, H, T, 1]`."""
         rates = [math.log1p(-(2.0 ** (-5 - head))) for head in range(self.config.num_heads)]
-        wide = torch.promote_types(v_BHTV.dtype, torch.float32)
+        wide = wide_dtype(v_BHTV)
         return torch.tensor(rates, dtype=wide, device=v_BHTV.device)[:, None, None].expand(*v_BHTV.shape[:3], 1)
 
     def finish(self, y_BHTV: Tensor, x_BTD: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a layer refuses where several processes share a sequence (`subquad.parallel`)."""
+"""Checks of a layer's arguments where several processes share a sequence (`subquad.parallel`)."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ With l = `stride`, half of the heads have A1 and half A2 (the paper's third way 
     kind = strided:  A1(t) = {t - l, ..., t},              A2(t) = {s <= t : (t - s) mod l = 0}
     kind = fixed:    A1(t) = {s <= t : s // l = t // l},   A2(t) = {s <= t : s mod l >= l - columns}
 
-The cost is T (l + T / l) a head, least where l is about sqrt(T); at a given l it is quadratic. A `fixed` query before
-the first column sees nothing through A2: its output there is zero.
+The cost per head is T (l + T / l), least for l about sqrt(T); for a given l it is quadratic. With `fixed`, queries
+before the first column see no key in A2, and the output of those heads is zero.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Kind = Literal["strided", "fixed"]
 
 
 class Strided(Attention):
-    """Half of the heads see what is near, half every `stride`-th token or a column of each block; all keys are kept."""
+    """Half of the heads see near tokens, half every `stride`-th token or a column of each block; all keys are kept."""
 
     name = "strided"
-    summary = "what is near, and every `stride`-th earlier token"
+    summary = "near tokens, and every `stride`-th earlier one"
     paper = "Child et al. 2019, arXiv:1904.10509"
     cost_order = "quadratic"
     state_grows = True
@@ -69,7 +69,7 @@ class Strided(Attention):
         else:
             near = Segments(size=config.stride, back=0), Columns(size=config.stride, last=config.columns)
         self.sight = Sight(tuple((pattern,) for pattern in near))
-        self.is_distribution = config.kind == "strided"  # fixed: rows before the first column see nothing
+        self.is_distribution = config.kind == "strided"  # fixed: rows before the first column see no key
 
     def mix(self, x_BTD: Tensor, past: Past) -> Tensor:
         """Read the keys in sight."""

@@ -317,6 +317,16 @@ def check_output(name: str, file: str | None) -> None:
         raise FileNotFoundError(f"there is no folder {Path(file).absolute().parent} for --{name}")
 
 
+def picture_file(asked: str | None, default: Path) -> Path:
+    """Return the file for a picture; `ValueError` unless it is a .png, `FileNotFoundError` if its folder is missing."""
+    if asked is None:
+        return default
+    if Path(asked).suffix.lower() != ".png" or Path(asked).is_dir():
+        raise ValueError(f"--out must name a .png file, got {asked!r}")
+    check_output("out", asked)
+    return Path(asked)
+
+
 def files_first(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with `--config` and `--recipe` first, so that options win wherever they stand."""
     files, rest = [], []

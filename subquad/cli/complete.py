@@ -20,8 +20,9 @@ from rich.console import Console
 from torch import Tensor
 
 from subquad import training
-from subquad.cli.arguments import Parser, check_output
-from subquad.cli.tables import facts, progress
+from subquad.bars import progress
+from subquad.cli.arguments import Parser, check_output, picture_file
+from subquad.cli.tables import facts
 from subquad.cli.threads import keep_to_idle_cores
 from subquad.config import check_at_least
 from subquad.data.files import write_json
@@ -94,16 +95,6 @@ def _check(asked: Namespace) -> Path:
     SamplingConfig(temperature=asked.temperature, seed=asked.seed)
     check_output("json", asked.json)
     return picture_file(asked.out, Path(asked.run) / "completions.png")
-
-
-def picture_file(asked: str | None, default: Path) -> Path:
-    """Return the file for a picture; `ValueError` unless it is a .png, `FileNotFoundError` if its folder is missing."""
-    if asked is None:
-        return default
-    if Path(asked).suffix.lower() != ".png" or Path(asked).is_dir():
-        raise ValueError(f"--out must name a .png file, got {asked!r}")
-    check_output("out", asked)
-    return Path(asked)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
+from subquad.bars import counter
 from subquad.cli.arguments import Parser, check_output
-from subquad.cli.tables import console, count, counter, print_table, show_line
+from subquad.cli.tables import console, count, print_table, show_line
 from subquad.config import check_at_least
 from subquad.data.config import DatasetName, LabelledConfig
 from subquad.data.files import write_json

@@ -12,22 +12,20 @@ from rich.console import Console
 from torch import Tensor
 
 from subquad import adaptation, training
+from subquad.bars import progress
 from subquad.cli.arguments import RUN_HELP, Parser, check_output, data_is_a_path
-from subquad.cli.tables import class_table, image_table, position_table, progress, text_table
+from subquad.cli.tables import class_table, image_table, position_table, text_table
 from subquad.cli.threads import keep_to_idle_cores
 from subquad.data import TokenSet, TokenShard, prepare
 from subquad.data.corpus import prepare_shard
 from subquad.data.files import write_json
 from subquad.data.tokenizers import tokenizer_hash, warn_of_carriage_returns
 from subquad.evaluation import ClassEvaluation, Evaluation, ImageEvaluation, evaluate, evaluate_images
-from subquad.evaluation.classes import evaluate_classifier, fit_bag_of_tokens
 from subquad.evaluation.config import EvalConfig
 from subquad.models.image import ImageModel
 from subquad.parsing import read_json_mapping
 from subquad.program import install
-from subquad.training.config import TrainConfig
-from subquad.training.task import count_items, spread
-from subquad.training.tasks_classify import labelled
+from subquad.train_and_report import evaluate_classes
 
 DEFAULT_LENGTH = 1024
 """Tokens per window if the folder has no training configuration."""
@@ -75,7 +73,9 @@ def run(arguments: Sequence[str]) -> int:
         with parser.checking():
             classifier = _load_classifier(folder, options)
         assert classifier.config is not None  # checked in _load_classifier
-        evaluation = evaluate_classes(classifier.model, classifier.config, options.windows, options.batch_size)
+        evaluation = evaluate_classes(
+            classifier.model, classifier.config, options.windows, options.batch_size, console=Console(stderr=True)
+        )
         tables = [class_table(evaluation)]
     elif training.runs.is_image_model(folder):
         with parser.checking():
@@ -181,26 +181,6 @@ def _load_classifier(folder: str, options: EvalConfig) -> training.runs.LoadedCl
     if loaded.config is None:
         raise ValueError(f"{folder} has no config.yaml that names its test sequences")
     return loaded
-
-
-def evaluate_classes(model: Any, config: TrainConfig, examples: int | None, batch_size: int) -> ClassEvaluation:
-    """Measure a classifier and a bag-of-tokens baseline on `examples` test sequences, evenly spread (None: all)."""
-    corpus: Any = labelled(config)  # Any, since torch's Dataset type has no length
-    train, test = len(corpus.train), len(corpus.test)
-    items = spread(corpus.test, test if examples is None else examples)
-    baseline = None
-    if train > 1:
-        baseline = fit_bag_of_tokens(corpus.train, train, vocab_size=corpus.vocab_size, classes=len(corpus.classes))
-    with progress("batch") as shown:
-        return evaluate_classifier(
-            model.model,
-            items,
-            count_items(items),
-            corpus.classes,
-            batch_size=batch_size,
-            baseline=baseline,
-            progress=shown,
-        )
 
 
 def _load_images(folder: str, options: EvalConfig) -> tuple[ImageModel, Tensor]:

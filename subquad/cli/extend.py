@@ -12,8 +12,9 @@ from pathlib import Path
 from rich.console import Console
 
 from subquad.adaptation.config import ExtendConfig
+from subquad.bars import progress
 from subquad.cli.arguments import Parser, data_is_a_path, files_first
-from subquad.cli.tables import print_table, progress
+from subquad.cli.tables import print_table
 from subquad.cli.threads import with_threads
 from subquad.program import command
 

@@ -16,9 +16,8 @@ import torch
 from jsonargparse import Namespace
 
 from subquad import training
-from subquad.cli.arguments import RUN_HELP, Parser, check_output
-from subquad.cli.complete import picture_file
-from subquad.cli.tables import progress
+from subquad.bars import progress
+from subquad.cli.arguments import RUN_HELP, Parser, check_output, picture_file
 from subquad.cli.threads import keep_to_idle_cores
 from subquad.config import check_at_least
 from subquad.data.special_tokens import separator_id, special_ids

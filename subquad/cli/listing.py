@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
@@ -25,19 +24,9 @@ from subquad.recipes import recipe_path, recipes
 
 CELL = 16
 """Columns of a type, cost or state, which are wrapped beyond."""
-OPTIONS = 32
-"""Columns of a form by option, which is wrapped beyond."""
 HEADERS = ("name", "what a token sees", "form", "cost in T", "state", "paper")
 SPARE = ("paper", "form", "cost in T", "state")
 LAW_HEADERS = ("name", "form", "laws that hold")
-OPTION_HEADERS = ("form by option", "laws in make test", "test")
-TESTS = Path(__file__).parents[2] / "tests" / "attention"
-"""Contract tests of the repository, which an installed package lacks."""
-TRIED = (
-    "`make test` tests each law that holds on the causal and bidirectional forms (cost, compiled and long on one of "
-    "them; compiled by `aot_eager` on one mechanism of each engine, long in float16). With other options it tests the "
-    "laws that they can break; `make test-long` tests the rest"
-)
 STATE_OF = {"dim": 256, "num_heads": 4}
 STATE_AFTER = 16_384
 NOTE = (
@@ -65,10 +54,6 @@ def run(arguments: Sequence[str]) -> int:
         print_table("", ("law", "what it asks for"), laws, text="what it asks for")
         print_table("", LAW_HEADERS, table, text="laws that hold", justify="left")
         console().print(Text("\n".join(reasons)))
-        by_option = list(_option_rows())
-        console().print(Text(f"\n{TRIED}{':' if by_option else ' (tests/attention in the repository).'}"))
-        if by_option:
-            print_table("", OPTION_HEADERS, by_option, spare=("test",), text="laws in make test", justify="left")
     elif chosen.markdown:
         sys.stdout.write(markdown() + "\n")
     elif chosen.name is not None:
@@ -186,20 +171,6 @@ def _kept(exempt: Collection[Law]) -> str:
 def _in_order(laws: Collection[Law]) -> str:
     """Return the names of the laws in the order of their list."""
     return ", ".join(law for law in Law if law in laws)
-
-
-def _option_rows() -> Iterator[tuple[str, ...]]:
-    """Yield a row under `OPTION_HEADERS` for each contract test that leaves laws to `make test-long`."""
-    for path in sorted(TESTS.glob("test_*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if not isinstance(node, ast.ClassDef):
-                continue
-            given = {ast.unparse(line.targets[0]): line.value for line in node.body if isinstance(line, ast.Assign)}
-            if "laws" in given:
-                name, chosen = (ast.literal_eval(given[key]) for key in ("name", "options"))
-                laws = [Law[node.attr] for node in ast.walk(given["laws"]) if isinstance(node, ast.Attribute)]
-                shown = ", ".join(f"{key}={value}" for key, value in chosen.items())
-                yield textwrap.fill(f"{name}: {shown}", OPTIONS), _in_order(laws), node.name
 
 
 def markdown() -> str:

@@ -10,9 +10,10 @@ from pathlib import Path
 from jsonargparse import Namespace
 
 from subquad import training
+from subquad.bars import counter
 from subquad.cli.arguments import Parser
 from subquad.cli.eval import text_of
-from subquad.cli.tables import counter, print_table
+from subquad.cli.tables import print_table
 from subquad.cli.threads import keep_to_idle_cores
 from subquad.config import check_at_least
 from subquad.data.files import write_json

@@ -1,4 +1,4 @@
-"""Tables, units, output files and progress lines."""
+"""Tables, units, output files and lines of progress."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import csv
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,13 @@ from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, JustifyMethod
 from rich.measure import Measurement
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from subquad.evaluation import ClassEvaluation, Evaluation, ImageEvaluation
 
 WIDTH = 160
-"""Columns of what is printed to no terminal; a table whose rows need more has more."""
+"""Columns of output that is not to a terminal; a table whose rows need more has more."""
 TEXT = 30
 """Fewest columns of text that is wrapped, as long as other columns can be left out."""
 _THOUSANDS = ("", " k", " M", " G", " T", " P", " E")
@@ -209,34 +206,3 @@ def show_line(text: str, *, last: bool = False) -> None:
     """Replace the current line on standard error, a terminal; `last` ends the line."""
     sys.stderr.write(f"\r{text}" + ("\n" if last else ""))
     sys.stderr.flush()
-
-
-@contextmanager
-def counter(unit: str = "") -> Iterator[Callable[[str, int, int], None] | None]:
-    """Yield a function that shows a bar `WHAT DONE/ALL UNIT` within the block; None if standard error is no terminal.
-
-    Standard output stays as it is: rich would move it to the bar's console.
-    """
-    shown = Console(stderr=True)
-    if not shown.is_terminal:
-        yield None
-        return
-    bar_column = BarColumn(bar_width=None, table_column=Column(max_width=40))  # what the texts leave of the line
-    numbers = MofNCompleteColumn(table_column=Column(no_wrap=True))
-    columns = (TextColumn("{task.description}"), bar_column, numbers, TextColumn(unit))
-    with Progress(*columns, TimeRemainingColumn(), console=shown, redirect_stdout=False) as bar:
-        bars: dict[str, TaskID] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in bars:
-                bars[what] = bar.add_task(what)
-            bar.update(bars[what], completed=done, total=total)
-
-        yield show
-
-
-@contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Yield a function that shows a bar `WHAT DONE/ALL` within the block; None if standard error is no terminal."""
-    with counter() as show:
-        yield show and partial(show, what)

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from subquad import training
 from subquad.cli.arguments import FILES, Parser, data_is_a_path, files_first
-from subquad.cli.finishing import finish
+from subquad.cli.tables import class_table, facts, image_table, text_table
 from subquad.cli.threads import with_threads
 from subquad.config import check_positive
 from subquad.data.sources import text_size
+from subquad.evaluation import ClassEvaluation, Evaluation, ImageEvaluation
 from subquad.program import command
 from subquad.recipes.automatic import automatic
+from subquad.train_and_report import PICTURE, ProbeEvaluation, RunReport, train_and_report
+from subquad.training import RunResult
 from subquad.training.config import TrainConfig
-from subquad.training.processes import check_parallel, leave
+from subquad.training.processes import check_parallel, first_process
+from subquad.training.report import Report
 from subquad.training.task import CONFIG
 from subquad.training.tasks import TASKS, check
 
@@ -43,15 +46,15 @@ def run(arguments: Sequence[str]) -> int:
         check(config)
         check_parallel(config)
     config = config.replace(run=with_threads(config.run))
-    result = training.train(config, console=Console(stderr=True))
-    leave()
-    if int(os.environ.get("RANK", "0")) != 0:
+    made = train_and_report(config, console=Console(stderr=True))
+    result = made.run
+    if not first_process():
         return 0
     if result.interrupted:
         whole = "" if result.config.run.steps is None else f" of {result.config.run.steps}"
         sys.stderr.write(f"stopped after step {result.steps}{whole}; resume with:\n  {result.command}\n")
         return 130
-    finish(result)
+    PRINTERS[result.config.task](made)
     return 0
 
 
@@ -119,3 +122,98 @@ def _options(name: str, value: Any) -> Iterator[str]:
             yield from _options(f"{name}{'.' if name != '-' else '-'}{key}", below)
     else:
         yield f"{name}={json.dumps(value) if not isinstance(value, str) else value}"
+
+
+def _print_language(made: RunReport) -> None:
+    """Print samples, tables, and how to continue a text."""
+    result, console = made.run, Console()
+    assert made.samples is not None
+    sys.stdout.write(made.samples)
+    if made.evaluation is None:
+        length = result.config.batch.length
+        best = "" if result.best_loss is None else f" The lowest held-out loss in training was {result.best_loss:.4f}."
+        console.print(
+            f"No evaluation.json: {result.config.parallel.context} processes shared a window of {length} tokens, which "
+            f"may be too long for one.{best} Measure it with enough memory, or with a smaller --length:",
+            markup=False,
+        )
+        console.print(f"  {command('eval', result.folder, '--length', length)}", markup=False, soft_wrap=True)
+    else:
+        assert isinstance(made.evaluation, Evaluation)
+        console.print(text_table(made.evaluation))
+        if isinstance(made.report, Report):
+            console.print(made.report.table())
+        else:
+            console.print("No report.json: token shards don't keep the text, which it compares with compressors.")
+    console.print(f"{result.folder} holds the model, the metrics and the samples. Continue a text with:", markup=False)
+    console.print(f"  {command('generate', result.folder, '--prompt', made.prompt)}", markup=False, soft_wrap=True)
+
+
+def _print_classify(made: RunReport) -> None:
+    """Print accuracy and baselines."""
+    assert isinstance(made.evaluation, ClassEvaluation)
+    table = class_table(made.evaluation)
+    _add_training(table, made.run, f"{made.run.tokens_per_second:,.0f} tokens/s, padding included")
+    _print(table, f"{made.run.folder} holds the model and the metrics.")
+
+
+def _print_pretrain(made: RunReport) -> None:
+    """Print the loss on held-out training sequences and the folder of the encoder."""
+    result = made.run
+    table = facts(("learned", "hidden tokens" if result.config.pretrain.kind == "denoise" else "the next token"))
+    if result.best_loss is not None:
+        table.add_row("lowest loss", f"{result.best_loss:.4f} nats per predicted token, at step {result.best_step:,}")
+    _add_training(table, result, f"{result.tokens_per_second:,.0f} tokens/s, padding included")
+    _print(table, f"{result.folder} holds the encoder and the metrics.")
+
+
+def _print_images(made: RunReport) -> None:
+    """Print bits per dimension and the speed of drawing."""
+    result, drawn, report = made.run, made.images, made.report
+    assert isinstance(made.evaluation, ImageEvaluation)
+    assert isinstance(report, dict)
+    table = image_table(made.evaluation)
+    _add_training(table, result, f"{report['train_images']:,} images, {result.tokens_per_second:,.0f} bytes/s")
+    if drawn is not None:
+        speed = f"{len(drawn.pixels_NT) / drawn.seconds:,.2f} images/s"
+        table.add_row("generation", f"{speed}, {drawn.batch_size} at once")
+    kept = f", the metrics and {PICTURE}" if drawn is not None else " and the metrics"
+    commands = command("generate", result.folder, "--images", 100), command("complete", result.folder)
+    _print(table, f"{result.folder} holds the model{kept}. Next:", *commands)
+
+
+def _print_probe(made: RunReport) -> None:
+    """Print the accuracy beside chance."""
+    result, found = made.run, made.evaluation
+    assert isinstance(found, ProbeEvaluation)
+    table = facts(
+        ("held-out sequences", f"{found.sequences:,} of {found.length:,} tokens, {found.asked:,} tokens asked"),
+        ("accuracy", f"{found.accuracy:.2%} ± {found.error:.2%}"),
+        ("", f"{found.chance:.2%} by chance"),
+    )
+    _add_training(table, result, f"{result.tokens_per_second:,.0f} tokens/s")
+    text = f"{result.folder} holds the model and the metrics. Probe it further with:"
+    _print(table, text, command("probe", result.folder))
+
+
+PRINTERS: dict[str, Callable[[RunReport], None]] = {
+    "language": _print_language,
+    "classify": _print_classify,
+    "pretrain": _print_pretrain,
+    "image": _print_images,
+    "probe": _print_probe,
+}
+
+
+def _add_training(table: Table, result: RunResult, speed: str) -> None:
+    """Add the number of parameters and steps, and the speed."""
+    table.add_row("parameters, steps", f"{result.parameters:,}, {result.steps:,}")
+    table.add_row("training", speed)
+
+
+def _print(table: Table, text: str, *commands: str) -> None:
+    """Print a table, a text and indented commands."""
+    console = Console()
+    console.print(table)
+    for line in (text, *(f"  {each}" for each in commands)):
+        console.print(line, markup=False, soft_wrap=True)

@@ -1,9 +1,8 @@
-"""Data sets: windows of text tokens, labelled sequences, images and memory probes."""
+"""Data sets: windows of text tokens, labelled sequences (`labelled`), images and memory probes."""
 
 from subquad.data.config import DataConfig
 from subquad.data.corpus import Corpus, prepare
 from subquad.data.images import load_images
-from subquad.data.labelled import labelled_corpus
 from subquad.data.shards import TokenShard
 from subquad.data.token_set import TokenSet
 from subquad.data.token_writer import write_tokens
@@ -15,7 +14,6 @@ __all__ = [
     "DataConfig",
     "TokenSet",
     "TokenShard",
-    "labelled_corpus",
     "load_images",
     "load_tokenizer",
     "prepare",

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 PLAIN = ("tokenizer.json", "held_out.txt", "names.json")
 """Files of a corpus that carry no checksum of their own."""
 FILES, NAMED = "data.files", 10_000
-"""A checkpoint's setting with the hashes of the text's files by name, and the most files for which it is kept."""
+"""The setting of a checkpoint that holds the hashes of the text's files by name, and its greatest number of files."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Corpus:
 
     `fingerprint` is a hash of the names and contents of the text. `train_files` and `held_out_files` name the documents
     of each part (empty for the rows of a dataset); a single document is split and named in both. `hashes` are those of
-    the files or shards, by name; of two with one name it has the one that is trained on.
+    the files or shards, by name; of two with the same name it has that of the training part.
     """
 
     folder: Path
@@ -56,7 +56,7 @@ class Corpus:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The digest that a resumed run must find again, and hashes of up to `NAMED` files, to name what changed."""
+        """The digest that a resumed run must have, and hashes of up to `NAMED` files, to name those that changed."""
         files = {FILES: dict(self.hashes)} if 0 < len(self.hashes) <= NAMED else {}
         return {"data": digest([self.fingerprint, self.train_files, len(self.train)]), **files}
 

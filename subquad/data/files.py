@@ -21,7 +21,7 @@ BESIDE = 5
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
-"""Tokenizer files that may lie beside a model."""
+"""Tokenizer files that a model's folder may hold."""
 MODEL_FILES = (*TOKENIZER_FILES, "generation_config.json")
 """Files that are copied along with a model, unchanged."""
 
@@ -71,7 +71,7 @@ def usable(folder: Path, check: Callable[[], object]) -> bool:
         if damage is None:
             return True
         logger.warning("prepared data in %s is damaged and will be rebuilt: %s", folder, damage)
-        away = beside(folder)  # `sweep` finds it if this process ends before it is removed
+        away = beside(folder)  # `sweep` deletes it if this process ends before
         os.replace(folder, away)
     remove(away)
     return False

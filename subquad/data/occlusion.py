@@ -16,7 +16,7 @@ FORMS = "bottom, top, left, right, center or random with a fraction, as bottom:0
 
 
 def occlusion(asked: str, height: int, width: int, *, seed: int = 0) -> NDArray[np.bool_]:
-    """Return the mask `[H, W]` that `asked` describes, True where occluded.
+    """Return the mask `[H, W]` that the text `asked` describes, True where occluded.
 
     - bottom:F, top:F, left:F, right:F: the fraction F of the rows or columns, at that side;
     - center:F: a rectangle in the middle, with the fraction F of the rows and of the columns;

@@ -54,7 +54,7 @@ def pack(documents: np.ndarray, length: int) -> Packing:
 
 def first_fit(sizes: Iterable[int], length: int, most_open: int) -> Iterator[int]:
     """Yield the number of the window of `length` tokens, from 0, in which each piece of `sizes` tokens goes."""
-    room: list[int] = []  # free tokens of the open windows, oldest first
+    room: list[int] = []  # number of free tokens in the open windows, oldest first
     names: list[int] = []
     opened = 0
     for size in sizes:

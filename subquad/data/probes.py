@@ -30,7 +30,7 @@ KEY, ASK, FILLER = DIGITS, DIGITS + 1, DIGITS + MARKS
 SEPARATOR = 0
 """Token between the two strings of the copy probe; the letters follow it."""
 POWER = 0.01
-"""mqar asks at the i-th place after the pairs with weight `i ** (POWER - 1)`, as in Zoology."""
+"""The weight of a question of mqar at the i-th place after the pairs is `i ** (POWER - 1)`, as in Zoology."""
 
 Seed = int | Sequence[int]
 """Non-negative. NumPy seeds each row with it and the row's number, padded with zeros: row 0 of the seed (0, 5) is row 5
@@ -97,7 +97,7 @@ def _passkey(config: ProbeConfig, asked: int, depth: float | None, rng: np.rando
 def _mqar(config: ProbeConfig, asked: int, rng: np.random.Generator, row: ProbeRows) -> None:
     """Fill a row with `k1 v1 .. kn vn`, then each key once more among noise; the value is asked for after the key.
 
-    The i-th place after the pairs holds a key with weight `i ** (POWER - 1)`: most questions come soon, some late. The
+    The i-th place after the pairs holds a key with weight `i ** (POWER - 1)`, so most questions are near the pairs. The
     value is not shown: the token after a key is noise, drawn like all noise from the values and the keys without a
     pair. All keys and all values differ. Tokens: `symbols` keys, then `symbols` values. Source: Arora et al. 2023,
     "Zoology", arXiv:2312.04927, section 3.1 and appendix, whose noise may also repeat keys of pairs.

@@ -33,16 +33,16 @@ READING_VERSION = 2
 STDLIB_LEAVES_OUT = frozenset({"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"})
 _ARCHIVES = (".tar", ".tar.bz2", ".tar.gz", ".tar.xz", ".tgz", ".txz")
 HUB_SECONDS = 10.0
-"""Longest wait for the Hugging Face Hub to answer at all."""
+"""Longest time to wait for a first answer of the Hugging Face Hub."""
 TAR_MARK = slice(257, 262)
 """Place of a tar archive's magic bytes; OpenWebText's archives are named .xz, so names are not enough."""
 COMPRESSED, COMPRESSION = (".gz", ".xz", ".bz2", ".tgz", ".txz", ".zip", ".parquet"), 3
-"""Endings of compressed files, and how many bytes of text one of theirs holds, roughly."""
+"""Endings of compressed files, and the rough number of bytes of text per compressed byte."""
 _DAMAGE = (*DAMAGE, *BAD_ZIP, tarfile.TarError)
 
 
 class TarBytes(io.BytesIO):
-    """An archive's bytes with a limit on reads: a header can send tarfile back to itself forever."""
+    """An archive's bytes with a limit on reads, since a header can make tarfile read in an endless loop."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(content)
@@ -127,7 +127,7 @@ def _files_below(root: Path) -> list[Path]:
     found: list[Path] = []
     seen: set[str] = set()
     waiting = [root]
-    for top in waiting:  # links wait, so that a folder's own name comes before those of its links
+    for top in waiting:  # links come last, so that a folder's own name precedes those of its links
         for folder, folders, files in os.walk(top):
             here = os.path.realpath(folder)
             folders[:] = [] if here in seen else sorted(name for name in folders if not name.startswith("."))
@@ -266,7 +266,7 @@ def hub_dataset(asked: str, *arguments: Any, **options: Any) -> Any:
         HfApi().repo_info(arguments[0], repo_type="dataset", timeout=HUB_SECONDS)
     except (HfHubHTTPError, OfflineModeIsEnabled, ValueError) as error:
         logger.debug("load_dataset words it: %s", error)
-    except Exception as error:  # whatever the client of this version raises
+    except Exception as error:  # the errors depend on the version of the client
         raise ConnectionError(
             f"{asked!r} is on the Hugging Face Hub, which can't be reached ({error}); HF_HUB_OFFLINE=1 takes the copy "
             "of an earlier download"

@@ -1,4 +1,4 @@
-"""Special tokens of a tokenizer: which one separates documents, which ones end a text, and the files that name them.
+"""Special tokens of a tokenizer: the separator of documents, the end tokens, and the files that name them.
 
 A `tokenizer.json` does not say which of its tokens ends a text; transformers' files beside it do. `name_special_tokens`
 keeps their names with the tokenizer object.
@@ -47,7 +47,7 @@ def name_special_tokens(tokenizer: Any, tokens: Mapping[str, str]) -> None:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, str]:
-    """Return the special tokens by `NAMES`; an end token is also found by its usual texts, and pads if none does."""
+    """Return the special tokens by `NAMES`; an end token is also found by its usual texts. It also pads by default."""
     found: dict[str, str] = dict(getattr(tokenizer, "special_tokens", {}))
     if "eos_token" not in found and (usual := usual_end(tokenizer)) is not None:
         found["eos_token"] = usual

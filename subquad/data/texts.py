@@ -1,4 +1,4 @@
-"""Check that bytes are UTF-8 text, and read the rows of JSON lines and CSV; what is neither is named with a remedy."""
+"""Check that bytes are UTF-8 text, and read the rows of JSON lines and CSV; errors name a remedy."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def _encoding(text: bytes) -> str:
 def rows_of(name: str, content: bytes, where: str, folder: Path) -> list[bytes] | None:
     """Return the texts of a table's rows, empty ones too, or None if `name`, packed or not, doesn't end as a table's.
 
-    `where` names the file in errors, `folder` is the one that it lies in. Raises `BadTextError` for content that is not
-    UTF-8, a damaged row, a table without the column `text`, and a kind of file that needs another reader.
+    `where` names the file in errors, `folder` is the folder that holds it. Raises `BadTextError` for content that is
+    not UTF-8, a damaged row, a table without the column `text`, and a kind of file that needs another reader.
     """
     ending = Path(name.lower())
     ending = ending.with_suffix("") if ending.suffix in PACKED else ending

@@ -1,4 +1,4 @@
-"""Generate a toy classification task: which way did the marked symbols vote?"""
+"""Generate a toy classification task: the majority of the marked symbols."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CLASSES = ("marked zeros", "marked ones")
 class MarkedVotes(Dataset[dict[str, Tensor]]):
     """Zeros and ones, five of them after a mark; the label is the majority of the marked symbols.
 
-    Each sequence has as many zeros as ones, so counts say nothing about the label: only the mark before it tells a
-    marked symbol apart. Lengths are odd, from half of `length` to `length`, followed by padding. Both labels are
-    equally likely. An item depends only on the seed, the part and its index; `held_out` items come from another random
-    stream.
+    Each sequence has as many zeros as ones, so the label does not follow from counts: a marked symbol differs from
+    others only by the mark before it. Lengths are odd, from half of `length` to `length`, followed by padding. Both
+    labels are equally likely. An item depends only on the seed, the part and its index; `held_out` items come from
+    another random stream.
 
     Raises `ValueError` for a length below 15 or no examples.
     """

@@ -1,13 +1,11 @@
 """Measure a model on text, labelled sequences and images; `harness` runs tasks of lm-evaluation-harness."""
 
 from subquad.evaluation.classes import ClassEvaluation, evaluate_classifier
-from subquad.evaluation.config import EvalConfig
 from subquad.evaluation.images import ImageEvaluation, evaluate_images
 from subquad.evaluation.text import Evaluation, evaluate
 
 __all__ = [
     "ClassEvaluation",
-    "EvalConfig",
     "Evaluation",
     "ImageEvaluation",
     "evaluate",

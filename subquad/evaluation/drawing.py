@@ -39,7 +39,7 @@ PANEL = 2.0
 LARGEST = 0.5
 """Weight at the top of the colour scale."""
 SMALLEST = 1e-30
-"""Weight at the bottom of the colour scale: a token that is not read at all lies below."""
+"""Weight at the bottom of the colour scale; that of a token that is not read is below it."""
 TICKS = (0.0, 0.02, 0.1, 0.25, LARGEST)
 
 

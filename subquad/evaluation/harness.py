@@ -304,7 +304,7 @@ class HarnessModel(HFLM):
                 f"prefix_token must be between 0 and {vocabulary - 1}, the model's vocabulary, got {prefix}"
             )
         if fast.pad_token_id is None:
-            # Any token will do since padding is masked; a new pad token would lie outside the embedding.
+            # Any token will do since padding is masked; a new pad token would be outside the embedding.
             fast.pad_token_id = prefix
         super().__init__(
             pretrained=_as_transformers(model, length, end),

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from subquad.evaluation.text import Tokens
 from subquad.inference import device_of, inference
+from subquad.ops.precision import at_least_float32
 
 MOST_NUMBERS = 1 << 26
 """Upper limit on the logits of one batch, which sets its number of windows (at least one)."""
@@ -110,7 +111,7 @@ def loss_by_position(
             rows = np.stack([np.asarray(tokens[start : stop + 1]) for start, stop, *_ in batch]).astype(np.int64)
             ids = torch.from_numpy(rows).to(device)
             logits_BTV = model(input_ids=ids[:, :-1], use_cache=False).logits
-            logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
+            logits_BTV = at_least_float32(logits_BTV)
             nats = cross_entropy(logits_BTV.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
             for (_, _, skip, place), row in zip(batch, nats.double().view(len(batch), size).cpu().numpy(), strict=True):
                 sums[place, skip:size] += row[skip:]

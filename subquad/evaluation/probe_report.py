@@ -1,4 +1,4 @@
-"""Probe several models alike: passkey, recall, copying, loss by context. Gives scores, plain values and a picture."""
+"""Compare several models on a probe: passkey, recall, copying or loss by context; scores and a picture."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class ProbeOptions:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with what it is asked: a probe in its own vocabulary, or a text."""
+    """A model and its questions: a probe in its own vocabulary, or a text."""
 
     name: str
     decoder: Decoder
@@ -252,7 +252,7 @@ def _answers(subject: Subject, options: ProbeOptions, length: int, progress: Pro
 
 
 def _joined(scores: Sequence[Score]) -> Score:
-    """Return the mean over depths, each with as many keys; squared errors of the independent means add up."""
+    """Return the mean over depths with equally many keys; the squared errors of the independent means add up."""
     value = sum(score.value for score in scores) / len(scores)
     error = sum(score.error**2 for score in scores) ** 0.5 / len(scores)
     count = sum(score.asked for score in scores)

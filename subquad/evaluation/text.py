@@ -199,8 +199,8 @@ def evaluate(
     `documents` holds the offset of each document in `tokens`, then the number of tokens, as in `TokenShard`. Each
     document is read by itself, and every token except its first is predicted once.
 
-    `bits_per_byte` and `word_perplexity` describe a code for the whole text: a first token, which nothing predicts, is
-    charged log2(vocabulary) bits. They divide by `text_bytes` and `words`, the size of the text behind all `tokens`. If
+    `bits_per_byte` and `word_perplexity` describe a code for the whole text: a first token, which is not predicted,
+    counts log2(vocabulary) bits. They divide by `text_bytes` and `words`, the size of the text behind all `tokens`. If
     `windows` cuts the text, both are counted in `decode` of the remaining tokens (to within a character at the cut),
     and are None without `decode`.
 

@@ -1,6 +1,6 @@
 """Models of subquad in Hugging Face transformers, and subquad's attention in transformers' models.
 
-Importing it registers the Auto classes, and the models in the tables by which transformers and PEFT decide. LoRA is in
+Importing it registers the Auto classes, and adds the models to the tables of transformers and PEFT. LoRA is in
 `subquad.hf.lora`, llama2.c checkpoints in `subquad.hf.llama2c`.
 """
 

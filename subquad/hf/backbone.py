@@ -1,4 +1,4 @@
-"""The backbone of a language model as transformers has it: `AutoModel`, and what heads of all kinds call.
+"""The backbone of a language model for transformers: `AutoModel`, which heads of all kinds call.
 
 Shape letters: B batch, T tokens, D model width.
 """
@@ -63,7 +63,7 @@ class SubquadModel(StrictModel):
         `inputs_embeds` `[B, T, D]` take the place of rows of the table of tokens. `attention_mask` is `[B, T]`, or
         longer by the tokens in `past_key_values`; padding may stand anywhere, and its vectors are zero. A given cache
         is read, and advances unless `use_cache` is False. Positions count a row's real tokens; `position_ids` may
-        repeat them, or pack documents. Hidden states are what each block reads, and the last vectors. Raises
+        repeat them, or pack documents. Hidden states are the inputs of each block, and the last vectors. Raises
         `ValueError` or `TypeError` for unsupported inputs.
 
         `doc_ids` `[B, T]` (-1: padding) pack several documents into a row: a new one begins where the id changes, and
@@ -144,7 +144,7 @@ class SubquadModel(StrictModel):
 
 
 def given_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    """Return the one that is given; `ValueError` for none or both."""
+    """Return the argument that is given; `ValueError` for none or both."""
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError(
             "input_ids is needed, a tensor [B, T] of token numbers, or inputs_embeds [B, T, D] in its place"
@@ -162,7 +162,7 @@ def checked_cache(cache: Any) -> SubquadCache | None:
 
 
 def padding_mask(attention_mask: Tensor | None, tokens_BT: Tensor) -> Tensor | None:
-    """Return which tokens are real, bool `[B, T]`, or None if all are (which it looks up, unless compiling)."""
+    """Return which tokens are real, bool `[B, T]`; None if all are, which is not checked while compiling."""
     if attention_mask is None:
         return None
     B, T = tokens_BT.shape[:2]

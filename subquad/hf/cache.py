@@ -17,8 +17,8 @@ class SubquadCache(Cache):
     """Holds one `State` for the whole decoder; each forward pass replaces it.
 
     `SubquadForCausalLM` creates one when asked for a cache. Create one yourself to keep it between calls of `generate`
-    (`past_key_values=cache`), which chunked prefilling also needs. It cannot forget tokens: `crop` raises, so
-    transformers refuses decoding that rolls back (assisted, prompt look-up, contrastive).
+    (`past_key_values=cache`), which chunked prefilling also needs. It cannot drop tokens: `crop` raises an error,
+    so transformers refuses decoding that rolls back (assisted, prompt look-up, contrastive).
     """
 
     def __init__(self) -> None:

@@ -79,7 +79,7 @@ class SubquadForSequenceClassification(LabelModel):
         mask_BT = padding_mask(attention_mask, given)
         pad = self.config.pad_token_id
         if attention_mask is None and input_ids is not None and pad is not None:
-            later_BT = (input_ids != pad).flip(1).cumsum(1).flip(1)  # tokens from here on that are no padding
+            later_BT = (input_ids != pad).flip(1).cumsum(1).flip(1)  # tokens from here on that are not padding
             mask_BT = padding_mask(later_BT, given)
         found = self.model(
             input_ids,
@@ -93,7 +93,7 @@ class SubquadForSequenceClassification(LabelModel):
             return_dict=True,
         )
         h_BTD = found.last_hidden_state
-        if mask_BT is None or self.model.decoder.predicts_last is not None:  # latents stand at the end of each row
+        if mask_BT is None or self.model.decoder.predicts_last is not None:  # latents are at the end of each row
             last_BD = h_BTD[:, -1]
         else:
             places_T = torch.arange(mask_BT.shape[1], device=h_BTD.device)

@@ -17,13 +17,13 @@ from subquad.models.config import DecoderConfig
 FORMAT_VERSION = 1
 FIELDS = tuple(field.name for field in dataclasses.fields(DecoderConfig))
 STUB = "modeling_subquad.py"
-"""File in a saved folder by which commands that know transformers alone find the model's classes."""
+"""File in a saved folder that names the model's classes, for commands that import transformers alone."""
 LORA_TARGETS = ("query", "value")
-"""Linear layers that get factors where PEFT is asked for none."""
+"""Linear layers that get LoRA factors if PEFT is not told which."""
 
 
 def fields_of(config: type[DecoderConfig], *left_out: str) -> Any:
-    """Return a base class with the fields of `config`, which checks their values itself."""
+    """Return a base class with the fields of `config`; `config` checks their values."""
     made: list[Any] = [
         (each.name, Any, dataclasses.field(default=each.default, default_factory=each.default_factory))
         for each in dataclasses.fields(config)
@@ -102,14 +102,14 @@ class SubquadConfig(DecoderFields, PreTrainedConfig):  # type: ignore[misc]
 from subquad.hf import {named}\n
 __all__ = {sorted(classes.values())}
 '''
-        if not Path(save_directory).is_file():  # of a file, transformers' error
+        if not Path(save_directory).is_file():  # for a file transformers raises its own error
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             (Path(save_directory) / STUB).write_text(text, encoding="utf-8")
         super().save_pretrained(save_directory, *args, **kwargs)  # at the end: it may upload the folder
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as transformers does."""
-        # PEFT takes a configuration as a dict before it looks up its default targets: by then it is imported.
+        # PEFT reads a configuration as a dict before it looks up its default targets, so it is imported by now.
         if "peft" in sys.modules:
             tables = vars(sys.modules["peft.utils.constants"]) if "peft.utils.constants" in sys.modules else {}
             for name, table in tables.items():

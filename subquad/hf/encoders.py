@@ -222,7 +222,7 @@ class SubquadPretrainingConfig(fields_of(EncoderConfig, *LABELS), SubquadConfig)
 
 
 class SubquadForPreTraining(EncoderModel):
-    """An encoder that predicts tokens (its attribute `model`), whose `encoder` classifiers take over."""
+    """An encoder that predicts tokens (its attribute `model`); classifiers start from its `encoder`."""
 
     config: SubquadPretrainingConfig
     config_class = SubquadPretrainingConfig

@@ -44,7 +44,7 @@ class StrictModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        """Do as transformers, which has no effect here; `ValueError` for implementations but `eager`."""
+        """Accept `eager`, which has no effect here; `ValueError` for other implementations."""
         self._check_implementation(attn_implementation)
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
 

@@ -115,7 +115,7 @@ def check_adapter(folder: str | Path, model: nn.Module, defaults: Mapping[str, A
     """Raise `ValueError` for an adapter's configuration that asks for more than low-rank factors in named layers.
 
     PEFT would import the module named in `megatron_core`, copy layers by `layer_replication`, match regular expressions
-    that never end, and make factors of any rank. `defaults` are PEFT's own settings.
+    without a time limit, and make factors of any rank. `defaults` are PEFT's own settings.
     """
     widest = max((max(module.weight.shape) for module in model.modules() if isinstance(module, nn.Linear)), default=1)
     values = read_json_mapping(Path(folder) / ADAPTER_CONFIG)

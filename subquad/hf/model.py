@@ -69,7 +69,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
     def decoder(self) -> Decoder:
         """The same model as a `subquad.models.Decoder`: its modules are shared, not copied.
 
-        The decoder itself is new each time: it is in the mode (training or not, gradient checkpointing) of that moment.
+        Each access makes a new decoder, in the model's present mode (training or not, gradient checkpointing).
         """
         decoder: Decoder = self.model.decoder
         return decoder.with_head(self.lm_head, self.lookup)
@@ -99,7 +99,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         padding do not count. The loss is the mean over the labels that count or, if the Trainer gives
         `num_items_in_batch`, their sum divided by it; labels at padding, which that number includes, must then be -100,
         and a row that begins with padding still counts one label that no real token predicts. `logits_to_keep` keeps
-        that many last logits (0: all), or those at the places in an integer tensor `[N]`. `return_logits=False` leaves
+        that many last logits (0: all), or those at the indices in an integer tensor `[N]`. `return_logits=False` leaves
         the logits out: the loss alone never holds those of all tokens.
 
         Within `subquad.parallel.context_parallel(group)` logits are those of this process's part, and the loss is

@@ -94,7 +94,7 @@ def _parts(name: str, num_heads: int, options: tuple[tuple[str, int | str, type]
 
 
 class KeyLayout(NamedTuple):
-    """Where keys and queries stand: `before` key slots, then those of the T queries; later slots are empty."""
+    """Positions of keys and queries: `before` key slots, then those of the T queries; later slots are empty."""
 
     before: int
     real_BS: Tensor | None

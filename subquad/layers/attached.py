@@ -1,4 +1,4 @@
-"""Whether modules do more than their own forward pass, so that their weights can't be read in place of a call."""
+"""Find modules that hooks or adapters are attached to, whose weights can't be read in place of a call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def attached(model: nn.Module) -> str | None:
     """Return the first module of `model` with something attached to it, and what, or None.
 
     Hooks (offloading, pruning, weight norm), parametrisations, adapters of PEFT and a replaced `forward` (accelerate)
-    count. They live on the call of a module; what reads its weights would leave them out.
+    count. They take effect when a module is called, and not when its weights are read.
     """
     if any(getattr(globally, f"_global{name}") for name in HOOKS):
         return "all modules have a hook"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 class ShortConvolution(nn.Module):
     """`y_tc = sum_j w_cj x_{t - W + 1 + j, c}`: a filter of each channel over a token and the W - 1 before it.
 
-    The taps are added one by one, in the same order for each token: where a sequence is cut changes no bit.
+    The taps are added one by one, in the same order for each token, so that cutting a sequence changes no bit.
     """
 
     def __init__(self, channels: int, width: int, *, bias: bool = False) -> None:
@@ -29,6 +29,6 @@ class ShortConvolution(nn.Module):
         weight_WC, T = self.weight.t().contiguous(), x_BSC.shape[1] - self.width + 1
         y_BTC = x_BSC[:, :T] * weight_WC[0]
         for tap in range(1, self.width):
-            # In place: tokens are read from memory once less.
+            # In place, which saves one read of the tokens from memory.
             y_BTC = y_BTC.addcmul_(x_BSC[:, tap : tap + T], weight_WC[tap])
         return y_BTC if self.bias is None else y_BTC + self.bias

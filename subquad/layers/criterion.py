@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from subquad.layers.attached import attached
 from subquad.layers.head import Lookup, logits_of
 from subquad.ops import loss
+from subquad.ops.precision import at_least_float32
 
 logger = logging.getLogger(__name__)
 Reduction = Literal["mean", "sum", "none"]
@@ -73,7 +74,7 @@ class CrossEntropy(nn.Module):
 
 
 def _read(head: nn.Module) -> tuple[Tensor, Tensor | None] | None:
-    """Return the weights of a head if reading them gives what calling it does; None, and the log says why, if not."""
+    """Return the weights of a plain linear head with nothing attached; else None, and log why."""
     if type(head) is not nn.Linear:
         what: str | None = f"the head is a {type(head).__name__}"
     elif (what := attached(head)) is None:
@@ -107,7 +108,7 @@ def chunked_cross_entropy(
     `logits_of` maps `[n, D]` to `[n, V]`. It runs on chunks of tokens, so that its widest tensor, of `width` channels,
     has at most `subquad.ops.loss.CHUNK_ENTRIES` entries (but at least one token); the backward pass computes each
     chunk again. Reductions, labels and `of_token` are as in `subquad.ops.loss.linear_cross_entropy`. Raises
-    `ValueError` for an invalid shape, width or reduction, and `TypeError` for labels that are no whole numbers.
+    `ValueError` for an invalid shape, width or reduction, and `TypeError` for labels that are not whole numbers.
     """
     if width < 1:
         raise ValueError(f"width must be at least 1 (channels of the widest tensor in logits_of), got {width}")
@@ -117,7 +118,7 @@ def chunked_cross_entropy(
 
     def nats(h_nD: Tensor, labels_n: Tensor) -> Tensor:
         logits_nV = logits_of(h_nD)
-        logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
+        logits_nV = at_least_float32(logits_nV)
         nll_n = F.cross_entropy(logits_nV, labels_n, ignore_index=ignore_index, reduction="none")
         lse_n = nll_n if of_token is None else logits_nV.logsumexp(-1)
         return loss.losses_of(nll_n, lse_n, labels_n, ignore_index, of_token)

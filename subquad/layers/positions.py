@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from subquad.layers.scaling import RopeScaling
 from subquad.ops.padding import real_slots
+from subquad.ops.precision import wide_dtype
 from subquad.tracing import has_values
 
 ROTARY_BASE = 10000.0
@@ -44,11 +45,11 @@ def rotate(
         return torch.cat((turned_BHTR, x_BHTK[..., channels:]), dim=-1)
     if K % 2:
         raise ValueError(f"rotary positions need an even number of channels per head, got {K}")
-    wide = torch.promote_types(x_BHTK.dtype, torch.float32)
+    wide = wide_dtype(x_BHTK)
     angles = (start, T, K, base, x_BHTK.device, scaling, wide)
     if T == 1 and type(x_BHTK) is Tensor and isinstance(start, int) and not torch.compiler.is_compiling():
-        # A decoding step: all layers turn queries and keys by the same angles. Tensors made in inference mode cannot be
-        # used where gradients are kept, so the mode is part of the key.
+        # In a decoding step all layers rotate queries and keys by the same angles. Tensors made in inference mode
+        # cannot be used where gradients are kept, so the mode is part of the key.
         cos_BHTK, sin_BHTK = _kept_cos_sin(*angles, torch.is_inference_mode_enabled())
     else:
         cos_BHTK, sin_BHTK = _cos_sin(*angles)
@@ -160,7 +161,7 @@ class Learned(nn.Module):
 
 
 class Embedding(nn.Module):
-    """`dropout(scale E[token] + position)`; `position` is None if positions enter elsewhere or not at all."""
+    """`dropout(scale E[token] + position)`; `position` is None if none are added to the embeddings."""
 
     def __init__(
         self,

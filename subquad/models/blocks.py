@@ -44,7 +44,7 @@ class Block(ResidualBlock):
 
     With `norm_position="post"` it is `norm(x + attention(x))`, then `norm'(x + feedforward(x))`. With
     `parallel_residual` both branches read the same x: `x + attention(norm(x)) + feedforward(norm'(x))`. With
-    `feedforward="none"` there is no second branch. What a branch adds is multiplied by `residual_scale`.
+    `feedforward="none"` there is no second branch. The output of a branch is multiplied by `residual_scale`.
     """
 
     def __init__(self, config: DecoderConfig, mixer: Attention) -> None:
@@ -81,11 +81,11 @@ class Block(ResidualBlock):
         __call__ = forward
 
     def attention_input(self, x_BTD: Tensor) -> Tensor:
-        """Return what the mechanism reads if the block reads `x`."""
+        """Return the input of the mechanism if the input of the block is `x`."""
         return x_BTD if self.post_norm else self.attention_norm(x_BTD)
 
     def residual_and_feedforward(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
-        """Finish the block, which reads `x`, from the output `y` of its mechanism."""
+        """Return the output of the block from its input `x` and the output `y` of its mechanism."""
         h_BTD = self._add(x_BTD, y_BTD, self.attention_norm)
         if self.feedforward is None:
             return h_BTD
@@ -115,12 +115,12 @@ def run_blocks(
     place: str = "",
     between: list[Tensor] | None = None,
 ) -> Tensor:
-    """Run `x` through the blocks in `model.layers`; what one layer hands on (Luna's memory) goes to the next that takes
-    it.
+    """Run `x` through the blocks in `model.layers`; a value that a layer hands on (Luna's memory) goes to the next such
+    layer.
 
     Read each block's state from `state` and, unless `entries` is None, write its new state to `entries`, under names
-    that begin with `place`; add what each block reads to `between`. With `model.gradient_checkpointing`, training keeps
-    only the input of each block.
+    that begin with `place`; add the input of each block to `between`. With `model.gradient_checkpointing`, training
+    keeps only the input of each block.
     """
     again = model.gradient_checkpointing and model.training and torch.is_grad_enabled()
     group = active_group()
@@ -135,7 +135,8 @@ def run_blocks(
         if between is not None:
             between.append(x_BTD)
         if again:
-            # Backward recomputes the block, maybe after the group's context or in another thread: enter it again.
+            # The backward pass recomputes the block, maybe outside of the group's context or in another thread: enter
+            # it again.
             layer = block if group is None else partial(_in_group, group, block)
             x_BTD, after = checkpoint(layer, x_BTD, before, use_reentrant=False, **rows)
         else:
@@ -153,7 +154,7 @@ def _in_group(group: ContextGroup, block: nn.Module, *inputs: Any, **rows: Any) 
 
 
 class PassBias(nn.Module):
-    """`x + b`: tells the layers of a looped stack which pass is running."""
+    """`x + b`, by which the layers of a looped stack can tell the passes apart."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -195,7 +196,7 @@ def build_mechanisms(
         options = mechanism_options(config, name, causal=causal)
         known = chosen[name].option_names()
         if "own_memory" in known and any("own_memory" in layer.option_names() for layer in layers):
-            options = {"own_memory": False} | options  # the first such layer's memory serves them all
+            options = {"own_memory": False} | options  # all such layers use the first one's memory
         cls = kind or chosen[name]
         layers.append(cls.from_config(cls.config_of(dim=config.dim, **options)))
         layers[-1].set_layer_index(len(layers) - 1, config.num_layers)
@@ -203,7 +204,7 @@ def build_mechanisms(
 
 
 def mechanism_options(config: DecoderConfig, name: str, *, causal: bool = True) -> dict[str, Any]:
-    """Return the options of the mechanism `name` but `dim`: those that the decoder's settings give, and its own."""
+    """Return all options of the mechanism `name` except `dim`, from the decoder's settings and its own options."""
     cls = attention.mechanism(name)
     shared = {
         "num_kv_heads": config.num_kv_heads,
@@ -260,7 +261,7 @@ def added_positions(config: DecoderConfig, dim: int, rows: int) -> Sinusoidal | 
 
 
 def last_norm(config: DecoderConfig) -> nn.LayerNorm | nn.RMSNorm | nn.Identity:
-    """Return the norm after all blocks: none after post-norm blocks, each of which ends with its own."""
+    """Return the norm after all blocks; none for post-norm blocks, which end with a norm."""
     post = config.norm_position == "post"
     return nn.Identity() if post else build_norm(config.norm, config.dim, config.norm_eps)
 
@@ -285,8 +286,8 @@ def check_tokens(tokens_BT: Tensor, name: str = "tokens") -> None:
 def initialise(module: nn.Module, std: float, branch_outputs: Container[nn.Module], branches: int) -> None:
     """Set one module's initial weights: normal(std) in linear layers and tables, ones in norms, zero biases.
 
-    Linear layers in `branch_outputs` get std / sqrt(branches): that many branches write into the residual stream, whose
-    size then does not grow with the depth. Modules of other kinds are left alone.
+    Linear layers in `branch_outputs` get std / sqrt(branches), so that the size of the residual stream, into which all
+    branches write, does not grow with the depth. Modules of other kinds are left alone.
     """
     if isinstance(module, nn.Linear | nn.Embedding):
         depth = branches if module in branch_outputs else 1

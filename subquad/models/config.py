@@ -33,7 +33,8 @@ class DecoderConfig(Config):
     """Options of mechanisms by name, as in {llp: {segment: 256}}; `subquad list NAME` shows them."""
     position: Literal["auto", "rope", "sinusoidal", "learned", "none"] = "auto"
     """Positions: rotary in mechanisms that support it, sines or a learned table added to the embeddings, or none. auto
-    is what suits the mechanisms: rope if one rotates, else none if one sees the order by itself, else sinusoidal."""
+    follows the mechanisms: rope if one supports it, else none if one depends on the order by itself, else
+    sinusoidal."""
     max_positions: int = 1024
     """Longest sequence for position=learned: the rows of its table."""
     rope_base: float = 10000.0
@@ -94,9 +95,9 @@ class DecoderConfig(Config):
     """Factor on the tokens' embeddings, before positions are added; sqrt(dim) in Vaswani et al. 2017."""
     position_scale: float | None = None
     """Amplitude of added sines, 1 in the papers (Vaswani et al. 2017). None: init_std x sqrt(2), which gives them the
-    standard deviation of untrained embeddings (before embedding_scale), so that neither drowns the other."""
+    standard deviation of untrained embeddings (before embedding_scale), so that neither dominates."""
     residual_scale: float = 1.0
-    """Factor on what each branch adds to the residual stream."""
+    """Factor on the output of each branch, before it is added to the residual stream."""
     logit_divisor: float = 1.0
     """Divisor of the vectors after the last norm, and so of the logits."""
     head_bias: bool = False

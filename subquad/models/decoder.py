@@ -45,9 +45,9 @@ class Decoder(nn.Module):
     """`logits = norm(h) / logit_divisor @ E^T + b`, with h the embeddings `E[tokens]` after `num_layers` blocks.
 
     The head is a module, tied (its weight is then the embedding's) or not; a decoder built with `head=False` has none,
-    and gives vectors alone until `with_head`. Post-norm blocks end with a norm, and no other follows; the bias b is
-    there with `head_bias`. With `loops` P > 1 the blocks run P times, `h <- blocks(h + b_p)`, with a learned bias and a
-    state for each pass; the last norm is applied only before the head. With `lookup` the logits go through
+    and returns only vectors until `with_head`. After post-norm blocks, which end with a norm, there is no other; the
+    bias b is used with `head_bias`. With `loops` P > 1 the blocks run P times, `h <- blocks(h + b_p)`, with a learned
+    bias and a state for each pass; the last norm is applied only before the head. With `lookup` the logits go through
     `subquad.layers.head.Lookup`. Both come from ELiTA (A. C. O. Sharma, 2023, Other Methods, which says neither where
     the bias is added nor which loss is used) and work with every mechanism.
 
@@ -136,7 +136,7 @@ class Decoder(nn.Module):
         new state. Floating-point vectors `[B, T, D]` in place of tokens stand for rows of the embedding.
 
         A decoder without a head returns three values: a list of vectors, as `passes` does; the state, or None with
-        `keep_state=False`; and with `keep_between` a list of what each block reads. `named` are arguments of `hidden`.
+        `keep_state=False`; and with `keep_between` a list of each block's input. `named` are arguments of `hidden`.
 
         `mask` is a bool `[B, T]`, True for a real token. Padding may stand anywhere: positions and mechanisms count
         real tokens only, and logits at padding are zero (with `head_bias`, the bias). `doc_ids`, integers `[B, T]` (-1:
@@ -154,7 +154,7 @@ class Decoder(nn.Module):
         h_BTD, state = self.hidden(tokens_BT, state, mask, doc_ids, between=between, **named)
         return [h_BTD], state, between
 
-    if TYPE_CHECKING:  # with a head; without one the caller says what it expects
+    if TYPE_CHECKING:  # the type with a head; without one the caller annotates it
 
         def __call__(
             self,
@@ -178,7 +178,7 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, State]:
         """Return the vectors `[B, T, D]` after the last norm, and the new state: `forward` without the head.
 
-        What each block reads is added to `between`.
+        The input of each block is added to `between`.
         """
         layers: dict[str, Tensor | int | State] = {}
         passes, seen = self._run(tokens_BT, state, mask, doc_ids, layers, between)
@@ -211,7 +211,7 @@ class Decoder(nn.Module):
         between: list[Tensor] | None = None,
     ) -> list[Tensor]:
         """Return the vectors that the loss is computed from: the last pass's or, in training with `loop_loss="all"`,
-        each pass's. What each block reads is added to `between`."""
+        each pass's. The input of each block is added to `between`."""
         return self._run(tokens_BT, None, mask, doc_ids, None, between)[0]
 
     def loss(
@@ -280,7 +280,7 @@ class Decoder(nn.Module):
         layers = [block.attention.communication(tokens, ranks) for block in self.blocks()] * self.config.loops
         return tuple(reduce(Sent.plus, each) for each in zip(*layers, strict=True))
 
-    # Properties in which `PerceiverAR` differs, so that callers need no isinstance.
+    # Properties that `PerceiverAR` overrides, so that callers need no isinstance.
 
     @property
     def predicts_last(self) -> int | None:
@@ -293,7 +293,7 @@ class Decoder(nn.Module):
 
     @property
     def prompt_latents(self) -> int | None:
-        """Argument `latents` for reading a prompt before decoding; None: the model has no such argument."""
+        """The argument `latents` for reading a prompt before decoding; None if the model has no such argument."""
         return None
 
     @property
@@ -316,7 +316,7 @@ class Decoder(nn.Module):
         return True
 
     def warn_on_length(self, tokens: int) -> None:
-        """Log what the layers have to say of a sequence of `tokens` tokens."""
+        """Log warnings of layers that are made for fewer than `tokens` tokens."""
         for block in self.blocks():
             block.attention.warn_on_length(tokens)
 
@@ -382,7 +382,7 @@ class Decoder(nn.Module):
         between: list[Tensor] | None = None,
     ) -> tuple[list[Tensor], int | Tensor]:
         """Return the vectors of `passes` and the tokens seen; unless they are None, write each layer's new state to
-        `layers`, and what each block reads to `between`."""
+        `layers`, and the input of each block to `between`."""
         vectors = tokens_BT.is_floating_point()
         self._check(tokens_BT, state, mask, doc_ids)
         if doc_ids is not None:

@@ -42,7 +42,7 @@ class ImageModelConfig(DecoderConfig):
     """A decoder over the pixels of an image, row by row, with the channels of a pixel one after another.
 
     The decoder's fields keep their meaning, except that the vocabulary is 256 levels and a start token, a table of
-    positions has a row for each place (`max_positions` has no effect), `loops`, `lookup`, `head_bias` (the head always
+    positions has a row for each pixel (`max_positions` has no effect), `loops`, `lookup`, `head_bias` (the head always
     has a bias) and `embedding_scale` are refused, and neither a mixture nor `position_channels` tie the head.
     """
 

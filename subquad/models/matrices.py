@@ -85,7 +85,7 @@ class WeightMatrix(NamedTuple):
 
     layer: int
     name: str
-    """The mechanism, or who reads."""
+    """The name of the mechanism, or of the queries."""
     weights_HTS: Tensor
     causal: bool
     keys: Sequence[str] = ()

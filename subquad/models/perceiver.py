@@ -5,7 +5,7 @@
     Y  = Q + Attn(norm(Q), norm(Z));  Y <- Y + FF(norm(Y))    Perceiver IO: O output queries read the latents
 
 Attn(A, B) = softmax((A W_q)(B W_k)^T / sqrt(K)) (B W_v) W_o. The cost is linear in S and in O. As in the authors' code,
-both sides are normalised first, the latents start from a normal of standard deviation 0.02 truncated at two of them,
+both inputs are normalised first, the latents start from a normal of standard deviation 0.02 truncated at two of them,
 and the queries' residual is optional. Queries and keys have the latents' width D, in the authors' code the inputs'.
 
 Shape letters: B batch, T tokens, S inputs, C channels, L latents, D their width, O output queries, H heads.

@@ -47,9 +47,9 @@ class PerceiverAR(Decoder):
       last history token meets the last column of `W`, so a shorter history uses the last columns, as if zeros preceded
       it.
 
-    The last layer does not update the history, which nothing would read. With `latents >= T` there is no history and
-    every form is the plain decoder. Positions are those in the sequence; the rows of `compressed` stand at the ends of
-    p equal parts of the h positions before the latents. Tokens before the history are not read. Outputs, logits and
+    The last layer does not update the history, since no layer would read it. With `latents >= T` there is no history
+    and every form is the plain decoder. Positions are those in the sequence; the rows of `compressed` are at the ends
+    of p equal parts of the h positions before the latents. Tokens before the history are not read. Outputs, logits and
     losses are those of the latents, `[B, min(m, T), ...]`, right-aligned, with zeros before shorter rows; other labels
     do not count.
 
@@ -95,7 +95,7 @@ class PerceiverAR(Decoder):
 
     @torch.no_grad()
     def initialise(self, module: nn.Module) -> None:
-        """Initialise as `Decoder` does; the projection over the sequence preserves the variance of what it mixes."""
+        """Initialise as `Decoder` does; the projection over the sequence preserves the variance of its inputs."""
         if module is getattr(self, "compress", None):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
         else:
@@ -133,7 +133,7 @@ class PerceiverAR(Decoder):
     ) -> tuple[Tensor, State]:
         """Return vectors `[B, min(latents, T), D]`, with a state `[B, T, D]`: `forward` without the head.
 
-        What each layer reads is added to `between`, which is refused with a state.
+        The input of each layer is added to `between`, which is refused with a state.
         """
         self._check(tokens_BT, state, mask, doc_ids)
         if latents is not None and state is not None:
@@ -285,7 +285,7 @@ class PerceiverAR(Decoder):
         raise ValueError("perceiver_ar predicts only a row's last tokens and takes no packed documents")
 
     def check_shared(self) -> None:
-        """Raise `ValueError`: the latents stand in the last rank's part and read the history of all parts."""
+        """Raise `ValueError`: the latents are in the last rank's part and read the history of all parts."""
         raise ValueError(
             "perceiver_ar cannot read a sequence that several processes share: its latents are all in the last "
             "part and read a history from all parts; use a decoder of mechanisms, or leave `context_parallel`"
@@ -343,8 +343,8 @@ class PerceiverAR(Decoder):
         prefix_dropout: float = 0.0,
         between: list[Tensor] | None = None,
     ) -> Tensor:
-        """Return the latents after the last norm; write the keys and values of each layer to `layers`, and what it
-        reads to `between`."""
+        """Return the latents after the last norm; write the keys and values of each layer to `layers`, and its
+        input to `between`."""
         start, latents, history = parts
         x_BWD = self.embedding(window.tokens_BW, window.first, window.lengths_B)
         before, x_BMD = cut(x_BWD, window, parts)
@@ -374,7 +374,7 @@ class PerceiverAR(Decoder):
         return self(tokens_BT)
 
     def _kept(self, tokens_BT: Tensor) -> Tensor:
-        """Return the loss with all latents and the whole history, regardless of what training draws."""
+        """Return the loss with all latents and the whole history, without the random choices of training."""
         return self.loss_of_hidden(self._through(*self._cut(tokens_BT, None)), tokens_BT)
 
     def _layer(self, i: int, x_BMD: Tensor, start: Number, past: History | None) -> tuple[Tensor, Kept, History | None]:
@@ -392,7 +392,7 @@ class PerceiverAR(Decoder):
             return None
         return compress(past, self.compress, options.history_tokens or 1, options.projected, start)
 
-    # Decoding: add latents while there is room, then cut the window anew.
+    # Decoding: add latents while there is room, then divide the window again.
 
     def _mode(self) -> dict[str, int]:
         """Return the decoding mode as entries of a state."""
@@ -400,7 +400,7 @@ class PerceiverAR(Decoder):
         return {"decode": MODES.index(options.decode), "refill": 0 if options.decode == "exact" else options.kept}
 
     def _go_on(self, tokens_BT: Tensor, state: State, moved: Compaction | None) -> tuple[Tensor, State]:
-        """Return the vectors `[B, T, D]` of more tokens, each as if it came alone, and the state after them."""
+        """Return the vectors `[B, T, D]` of more tokens, as if read one at a time, and the state after them."""
         lengths_B = None
         if moved is not None:
             lengths_B = moved.lengths_B

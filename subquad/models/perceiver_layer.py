@@ -35,10 +35,10 @@ class Attended(NamedTuple):
 
 
 class LatentAttention(Full):
-    """Full attention whose caller says where the vectors stand, and what they read before themselves.
+    """Full attention whose caller gives the positions of the vectors and the keys that they read before themselves.
 
-    It has a signature of its own, since a history need not end where the latents begin: it may be compressed, thinned,
-    or of another length in each row.
+    Its signature differs from a mechanism's, since a history need not end where the latents begin: it may be
+    compressed, with tokens dropped, or of another length in each row.
     """
 
     def forward(  # type: ignore[override]
@@ -117,7 +117,7 @@ class LatentBlock(Block):
 def at_places(
     turn: Callable[[Any, Tensor, Number], Tensor], layer: LatentAttention, x_BHSK: Tensor, places: Number
 ) -> Tensor:
-    """Return projected queries or keys turned to `places`, which need not be consecutive."""
+    """Return projected queries or keys, rotated to the positions `places`, which need not be consecutive."""
     if isinstance(places, int) or places.ndim == 1:
         return turn(layer, x_BHSK, places)
     x_BSHK = x_BHSK.transpose(1, 2)

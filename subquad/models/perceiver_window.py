@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from subquad.ops.padding import Compaction, real_slots
 
 Number = int | Tensor
-"""One for all rows, or `[B]`."""
+"""A number for all rows, or `[B]`."""
 
 
 class Parts(NamedTuple):
@@ -45,7 +45,7 @@ class LastTokens(NamedTuple):
 
     @classmethod
     def of(cls, tokens_BT: Tensor, moved: Compaction | None, limit: int | None) -> LastTokens:
-        """Return the last `limit` (None: all) real tokens of each row; `moved` says where padding stands."""
+        """Return the last `limit` (None: all) real tokens of each row; `moved` says where padding is."""
         T = tokens_BT.shape[1]
         slots = T if limit is None else min(T, limit)
         if moved is None:
@@ -96,7 +96,7 @@ class History(NamedTuple):
     places: Number
     """Position of slot 0, or of every slot, `[B, S]`."""
     empty: Number
-    """Number of leading slots that hold nothing."""
+    """Number of leading empty slots."""
 
 
 def cut(x_BWD: Tensor, window: LastTokens, parts: Parts) -> tuple[History, Tensor]:
@@ -131,8 +131,9 @@ def thin(history: History, fraction: float) -> History:
 def compress(history: History, project: nn.Module, columns: int, rows: int, start: Number) -> History:
     """Project the history's vectors along the sequence, from `columns` tokens to the P = `rows` of V3.
 
-    The last history token meets the last column of the projection, as if zeros preceded a shorter history. Row p stands
-    at the last token of the p-th of P equal parts of the columns. A row of the batch without a history gets no rows.
+    The last history token meets the last column of the projection, as if zeros preceded a shorter history. The position
+    of row p is that of the last token of the p-th of P equal parts of the columns. A row of the batch without a history
+    gets no rows.
     """
     x_BSD, places, empty = history
     (B, S, _), device = x_BSD.shape, x_BSD.device
@@ -151,7 +152,7 @@ def compress(history: History, project: nn.Module, columns: int, rows: int, star
 
 
 def neighbours(x: Tensor, begin_B: Tensor, slots: int) -> Tensor:
-    """Return consecutive slots of each row from `begin` on, `[B, slots, ...]`; beyond either end its slot repeats."""
+    """Return consecutive slots of each row from `begin` on, `[B, slots, ...]`; slots beyond an end repeat that end."""
     index_BS = begin_B[:, None] + torch.arange(slots, device=x.device)
     index_BS = index_BS.clamp(0, max(x.shape[1] - 1, 0))
     return x.gather(1, index_BS.view(*index_BS.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))

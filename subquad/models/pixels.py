@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from subquad.ops.precision import at_least_float32
+
 LEVELS = 256
 """Values of one channel of a pixel, a byte."""
 Output = Literal["categorical", "logistic"]
@@ -26,11 +28,11 @@ class Categorical:
 
     def log_prob(self, parameters_NP: Tensor, levels_N: Tensor) -> Tensor:
         """Return `log p` of one level for each pixel, `[N]`, in nats."""
-        return -F.cross_entropy(_wide(parameters_NP), levels_N, reduction="none")
+        return -F.cross_entropy(at_least_float32(parameters_NP), levels_N, reduction="none")
 
     def log_probs(self, parameters_NP: Tensor) -> Tensor:
         """Return `log p` of all levels, `[N, V]`."""
-        return _wide(parameters_NP).log_softmax(-1)
+        return at_least_float32(parameters_NP).log_softmax(-1)
 
     def first_biases(self) -> Tensor:
         """Return biases for untrained weights, `[P]`: all levels equally likely."""
@@ -44,7 +46,7 @@ class LogisticMixture:
     The parameters are M logits of the weights, M means mu and M logarithms of the scales s, clamped to at least -7.
     Source: T. Salimans et al., PixelCNN++ (2017, arXiv:1701.05517, section 2.1), as used by A. Katharopoulos et al.
     (2020, arXiv:2006.16236, appendix C). A difference of two sigmoids is computed as a product, `sigmoid(a) sigmoid(-b)
-    (1 - e^(b - a))`, which loses no digits however small it is.
+    (1 - e^(b - a))`, which loses no digits even if the result is tiny.
     """
 
     def __init__(self, mixtures: int) -> None:
@@ -61,7 +63,7 @@ class LogisticMixture:
         return self._log_prob(parameters_NP, levels_V.expand(parameters_NP.shape[0], -1))
 
     def _log_prob(self, parameters_NP: Tensor, levels_NV: Tensor) -> Tensor:
-        logits_NM, means_NM, log_scales_NM = _wide(parameters_NP).split(self.mixtures, -1)
+        logits_NM, means_NM, log_scales_NM = at_least_float32(parameters_NP).split(self.mixtures, -1)
         log_scales_NM = log_scales_NM.clamp(min=LEAST_LOG_SCALE)
         weights_N1M = logits_NM.log_softmax(-1)[:, None]
         inverse_N1M = (-log_scales_NM).exp()[:, None]
@@ -112,7 +114,3 @@ def _log1mexp(x: Tensor) -> Tensor:
     small = x < math.log(2)
     low, high = x.clamp(max=math.log(2)), x.clamp(min=math.log(2))
     return torch.where(small, (-torch.expm1(-low)).log(), torch.log1p(-torch.exp(-high)))
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -175,7 +175,7 @@ class Stack:
     state: str
     """How the state grows with the tokens read."""
     options: type[StackOptions]
-    """Class of its options, which stand in `options.NAME`."""
+    """Class of its options, in `options.NAME`."""
     exemptions: tuple[tuple[Law, str], ...]
     """Laws of the contract that do not apply, with reasons; tests/models checks the others."""
     cost_note: str = ""

@@ -104,7 +104,7 @@ def _graph(key: tuple[Any, ...]) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, slots: Slots) -> tuple[Any, ...]:
-    """Return everything a compiled graph depends on. Positions are data, so the steps of a decoder share a graph."""
+    """Return everything that a compiled graph depends on. Positions are inputs, so decoding steps share a graph."""
     inputs = tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in (q, k, v))
     rows = _standing(slots), slots.q_doc_BT is None
     return pattern, rows, inputs, q.device, torch.is_grad_enabled()
@@ -146,8 +146,8 @@ def _block_mask(listed: Listed, seen: Seen, T: int, S: int) -> BlockMask:
     return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=seen, seq_lengths=(T, S))
 
 
-# An operator is one node of the caller's graph, however many blocks there are. It caches tensors, which must not lie in
-# the memory of a CUDA graph: that is reused.
+# An operator is one node of the caller's graph for any number of blocks. The tensors that it caches must not be in the
+# memory of a CUDA graph, which is reused.
 @torch.library.custom_op(
     "subquad::flex_listed_blocks",
     mutates_args=(),
@@ -192,7 +192,7 @@ def _seen(pattern: Pattern, slots: Slots, B: int, T: int, S: int, device: torch.
 
 
 def _listed_by(pattern: Pattern, slots: Slots, B: int, T: int, S: int, device: torch.device) -> Listed:
-    """List visible blocks by rows of blocks and the keys that the pattern may allow: never T x S entries at once."""
+    """List the visible blocks from the keys that the pattern may allow to each row of blocks, without T x S entries."""
     seen = _seen(pattern, slots, B, T, S, device)
     count_BNM = torch.zeros(B, -(-T // BLOCK), -(-S // BLOCK), dtype=torch.int64, device=device)
     b = torch.arange(B, device=device)[:, None, None]

@@ -17,7 +17,7 @@ def softmax_weights(
     scores_BHTS = (q_BHTK @ k_BHSK.mT) * scale
     forbidden = ~allowed_BTS[:, None]
     lse_BHT = scores_BHTS.masked_fill(forbidden, -torch.inf).logsumexp(-1)
-    # A finite floor, out of reach of real scores: the softmax of a row of -inf and its gradient would be NaN.
+    # A finite floor below all real scores: the softmax of a row of -inf and its gradient would be NaN.
     floor = torch.finfo(scores_BHTS.dtype).min
     scores_BHTS = scores_BHTS.masked_fill(forbidden, floor)
     if sink_H is None:
@@ -74,7 +74,7 @@ def delta_scan(
 
 
 def divide(numerator_NTV: Tensor, total_NT: Tensor, eps: float) -> Tensor:
-    """`numerator / (total + eps)`, or zero if the divisor is zero: such a token has no weight at all."""
+    """`numerator / (total + eps)`, or zero if the divisor is zero: all weights of such a token are zero."""
     total_NT1 = total_NT[..., None] + eps
     nothing = total_NT1 == 0
     # Masked before the division too: 0 / 0 would send NaN into the gradient.

@@ -19,6 +19,7 @@ from subquad.ops.backends import BACKENDS, HAS_TRITON, choose, has_tensor_cores,
 from subquad.ops.counting import report_scores
 from subquad.ops.padding import check_heads, check_mask, compaction, real_slots
 from subquad.ops.patterns import Pattern
+from subquad.ops.precision import at_least_float32
 from subquad.ops.slots import Slots, Starts, allowed_pairs, nothing, placed, placed_apart
 from subquad.tracing import recorded
 
@@ -161,7 +162,7 @@ def _attention(
     scale = 1 / math.sqrt(K) if scale is None else scale
     report_scores(B * H, T, S, pattern, q_start, k_start)
     if T == 0 or S == 0:
-        out, lse = nothing(q_BHTK.to(torch.promote_types(q_BHTK.dtype, torch.float32)), v_BHSV)
+        out, lse = nothing(at_least_float32(q_BHTK), v_BHSV)
     else:
         wide = functools.reduce(torch.promote_types, (q_BHTK.dtype, k_BHSK.dtype, dtype))
         if name not in ("triton", "flex"):

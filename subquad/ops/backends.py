@@ -29,10 +29,10 @@ try:
 except ValueError:  # a module without a spec stands in for it
     HAS_TRITON = False
 TENSOR_CORES = 8
-"""Least major compute capability of a GPU whose tensor cores multiply bfloat16 and tf32, as kernels need to be fast."""
+"""Least major compute capability for tensor cores with bfloat16 and tf32, without which the kernels are slow."""
 _requested: ContextVar[str | None] = ContextVar("subquad_backend", default=None)
 _open: list[str] = []
-"""Backends of the open `use_backend` blocks, the innermost last: torch.compile reads no `ContextVar`, but this list."""
+"""Backends of the open `use_backend` blocks, the innermost last. torch.compile can read a list, but no `ContextVar`."""
 
 
 def has_tensor_cores(device: torch.device) -> bool:
@@ -69,11 +69,11 @@ def choose(
 ) -> str:
     """Return the backend for `op`: the argument, else the one of `use_backend`, else a default, which is logged once.
 
-    The default is `reference` where derivatives of the tensors or the state are asked that it alone has
-    (`beyond_backward`), else `default`; None: `triton` on a GPU if kernels suit its tensors and sizes, else `torch`.
-    `sizes` holds, by what it counts, each size of a head and the most that kernels hold. Raises `ValueError` for an
-    unknown name, a backend that `op` lacks, and `triton` if its package is missing or its kernels hold no such sizes,
-    and `NotImplementedError` for another backend than `reference` where such derivatives are asked.
+    For derivatives that only `reference` has (`beyond_backward`) the default is `reference`. Otherwise it is `default`,
+    and if that is None, `triton` on a GPU whose kernels take the tensors and sizes, else `torch`. `sizes` maps the name
+    of each size of a head to the size and the kernels' limit. Raises `ValueError` for an unknown name, a backend that
+    `op` lacks, and `triton` if its package is missing or a size is above the limit, and `NotImplementedError` for such
+    derivatives with another backend than `reference`.
     """
     beyond = beyond_backward(*tensors, *state)
     if backend is None:

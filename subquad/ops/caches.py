@@ -1,4 +1,4 @@
-"""Keys and values of the tokens in reach, as a state keeps them from call to call.
+"""The KV cache of a state: keys and values of the tokens in reach, appended and cut.
 
 Shape letters: B batch, G key heads, T new tokens, N kept ones, S all of them, K channels of a head.
 """
@@ -14,14 +14,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from subquad.tracing import is_transformed
 
 SPARE, LEAST_SPARE = 8, 16
-"""Spare room of a growing cache: one token more for each of these, and at least this many."""
+"""A growing cache gets room for one more token for every `SPARE` tokens, and for at least `LEAST_SPARE`."""
 
 
 def appended(old_BGNK: Tensor, new_BGTK: Tensor, /) -> Tensor:
-    """Return `cat([old, new], 2)`; without gradients, copy `old` only if the memory behind it is in use.
+    """Return `cat([old, new], 2)`; without gradients, `old` is copied only if the memory behind it is in use.
 
-    Copying a cache for every token would cost as much again as reading it. The result has spare room behind it, and the
-    first continuation writes there: `old` itself never changes, and a second continuation of the same state copies.
+    Copying the cache for every token would double the cost of reading it. So a result has spare memory behind its last
+    token, which its first continuation writes to; a second continuation copies. The values of `old` never change.
     """
     N, S = old_BGNK.shape[2], old_BGNK.shape[2] + new_BGTK.shape[2]
     recorded = torch.compiler.is_compiling() or type(new_BGTK) is not Tensor or is_transformed()
@@ -72,7 +72,7 @@ def last_slots(x_BGSK: Tensor, kept: int, lengths_B: Tensor | None) -> Tensor:
         return x_BGSK
     if lengths_B is None:
         last_BGSK = x_BGSK[:, :, S - kept :]
-        # A copy where a small cache would keep a long prompt alive; decoding drops a token and copies nothing.
+        # A view of few tokens would keep a long prompt in memory, so it is copied; a decoding step copies nothing.
         spare = S - kept
         return last_BGSK if spare <= kept // SPARE else last_BGSK.clone(memory_format=torch.contiguous_format)
     slots_BS = (lengths_B[:, None] - kept + torch.arange(kept, device=x_BGSK.device)).clamp(min=0)
@@ -80,7 +80,7 @@ def last_slots(x_BGSK: Tensor, kept: int, lengths_B: Tensor | None) -> Tensor:
 
 
 def first_slots(new_BGTK: Tensor, old_BGNK: Tensor | None, seen: int | Tensor, count: int) -> Tensor:
-    """Return the first `count` tokens of each row: `old` up to `seen`, then new ones; empty slots hold any others."""
+    """Return the first `count` tokens of each row, `old` ones and then new ones; empty slots hold arbitrary numbers."""
     B, G, T, K = new_BGTK.shape
     if T == 0 or count == 0:
         return new_BGTK.new_zeros(B, G, count, K) if old_BGNK is None else old_BGNK

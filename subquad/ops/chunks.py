@@ -1,4 +1,4 @@
-"""Set how many tokens the engines work on at once: sizes that change only the order of summation."""
+"""Set how many tokens the engines compute at once, which changes only the order of summation."""
 
 from __future__ import annotations
 

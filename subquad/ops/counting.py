@@ -1,4 +1,4 @@
-"""Count the cost of a run on tensors without data: they have shapes only, so any length takes the same time.
+"""Count the cost of a run on meta tensors, which have shapes but no data: the time does not depend on the length.
 
 Torch's FlopCounterMode counts operations with the formulas of `subquad.ops.flops`; operators report the scores that
 they compute. The count is always for a CPU in float32 on the backend `torch`, whatever the module's mode, dtype and

@@ -5,7 +5,6 @@ Shape letters: B batch, H heads, G groups of heads, T tokens, K key channels, V 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from subquad.ops import _reference as reference
@@ -14,6 +13,7 @@ from subquad.ops._torch import delta as chunked
 from subquad.ops._torch import single
 from subquad.ops.backends import choose, without_autocast
 from subquad.ops.groups import by_heads
+from subquad.ops.precision import wide_dtype
 from subquad.ops.scan import (
     BACKENDS,
     FORGET_ALL,
@@ -44,10 +44,10 @@ def delta_scan(
 ) -> ScanOutput:
     """`S_t = (I - b_t k_t k_t^T) (f_t * S_{t-1}) + b_t k_t (x) v_t`, `o_t = q_t S_t`: the delta rule, with decays.
 
-    For keys of length 1, `b_t` is how much of what the state holds for `k_t` gives way to `v_t`. Nothing is scaled
-    here. The state stays bounded if `b_t |k_t|^2` is at most 2; beyond, it may overflow, and the outputs of earlier
-    tokens keep their bits. (Yang et al. 2024, arXiv:2406.06484, equation 1; with decays by head arXiv:2412.06464,
-    equation 10, by channel arXiv:2510.26692, equation 1.)
+    For keys of length 1, `b_t` is the fraction of the value stored for `k_t` that is replaced by `v_t`. Keys and
+    queries are not scaled. The state stays bounded if `b_t |k_t|^2` is at most 2; beyond, it may overflow, and the
+    outputs of earlier tokens keep their bits. (Yang et al. 2024, arXiv:2406.06484, equation 1; with decays by head
+    arXiv:2412.06464, equation 10, by channel arXiv:2510.26692, equation 1.)
 
     Args:
         q_BGTK: queries; each is that of H / G neighbouring heads, whose scores are computed once.
@@ -71,7 +71,7 @@ def delta_scan(
     if beta_BHT1.shape != (B, H, T, 1):
         raise ValueError(f"beta must have shape {(B, H, T, 1)}, got {tuple(beta_BHT1.shape)}")
     tensors = [q_BGTK, k_BGTK, v_BHTV, beta_BHT1] + ([] if log_f_BHTF is None else [log_f_BHTF])
-    wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    wide = wide_dtype(*tensors)
     sizes = {"key channels": (K, MOST_KEYS), "value channels": (V, MOST_CHANNELS)}
     name = choose("delta_scan", backend, BACKENDS, None, tensors, (state,), sizes)
     if name == "triton":

@@ -1,4 +1,4 @@
-"""Lay out packed documents, several to a row, as a row each, so that no document sees another.
+"""Move packed documents to rows of their own and back, so that no document sees another.
 
 Shape letters: B batch, T tokens, N = B * T, D channels, R documents of a group, C slots of each.
 """
@@ -18,7 +18,7 @@ from subquad.tracing import to_numpy
 PADDING = -1
 """Document id of padding."""
 GROUP_TOKENS = 256
-"""Slots of padding that another group must save, since it costs another call of the mechanism."""
+"""Least number of padding slots that another group must save, since a group is another call of the mechanism."""
 
 
 class Group(NamedTuple):
@@ -142,8 +142,8 @@ def before_others(doc_ids: Tensor, mask: Tensor | None) -> Tensor:
 def grouped(lengths: np.ndarray) -> list[np.ndarray]:
     """Group documents by length; return an array of indices into `lengths` for each group.
 
-    Of all ways to cut the documents, sorted by length, into groups, this one has the fewest slots if each group costs
-    another `GROUP_TOKENS`.
+    The documents are sorted by length and cut into groups so that the total number of slots is least, where each group
+    adds `GROUP_TOKENS` to it.
     """
     if not len(lengths):
         return []

@@ -37,7 +37,7 @@ def gated_scan_flops(
 
 
 FORWARD, BACKWARD = (4, 3, 6), (12, 10, 14)
-"""Of the delta scan per chunk: multiples of C C K of a group, C C V and C K V of a head; a system counts C C V."""
+"""Products of a chunk of the delta scan: C C K of a group, C C V and C K V of a head; solving a system is one C C V."""
 
 
 def delta_scan_flops(
@@ -97,7 +97,7 @@ def _attention(q: Any, k: Any, v: Any, pattern: str, scale: float, *slots: Any, 
 
 
 def _sequential_attention(*shapes: Any, products: tuple[int, int] = (1, 1), **_: Any) -> int:
-    """Count `products` products of key and of value channels for every score of the chunks that the queries read."""
+    """Count `products` products over key channels and as many over value channels, for each score that is computed."""
     q, k, v, pattern, _scale, _seed, _dropout_p, query_chunk, key_chunk, *slots = shapes
     chunks = key_chunks(Pattern.from_key(pattern), q[2], k[2], Slots(*slots).starts, query_chunk, key_chunk)
     scores = sum((rows.stop - rows.start) * (c.stop - c.start) for rows, keys in chunks for c in keys)

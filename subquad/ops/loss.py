@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad.ops.backends import autocast_enabled
+from subquad.ops.precision import at_least_float32, wide_dtype
 from subquad.tracing import beyond_backward, without_tangents
 
 OfToken = Callable[[Tensor, Tensor], Tensor]
@@ -35,9 +36,9 @@ def linear_cross_entropy(
     """`-log softmax(W h + b)[label]`, in nats, never holding more than `CHUNK_ENTRIES` logits (at least one row).
 
     Tokens labelled `ignore_index` do not count; the mean is over the others (zero if there are none). The softmax is
-    taken in float32 or wider. With `of_token` a token's loss is what that makes of its `-log p` and of the logsumexp of
-    its logits, each `[N]` with a gradient. Raises `ValueError` for mismatched shapes or an unknown reduction,
-    `TypeError` for labels that are no whole numbers, and on a CPU `IndexError` for a label outside the vocabulary.
+    taken in float32 or wider. With `of_token` a token's loss is `of_token(-log p, logsumexp of the logits)`, each `[N]`
+    with a gradient. Raises `ValueError` for mismatched shapes or an unknown reduction,
+    `TypeError` for labels that are not whole numbers, and on a CPU `IndexError` for a label outside the vocabulary.
     """
     if h_ND.ndim != 2 or weight_VD.ndim != 2 or h_ND.shape[1] != weight_VD.shape[1] or labels_N.shape != h_ND.shape[:1]:
         raise ValueError(
@@ -52,7 +53,7 @@ def linear_cross_entropy(
     bias = None if bias is None else bias.to(dtype)
     if h_ND.shape[0] * weight_VD.shape[0] <= CHUNK_ENTRIES or beyond_backward(h_ND, weight_VD, bias):
         logits_NV = F.linear(h_ND, weight_VD, bias)
-        logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+        logits_NV = at_least_float32(logits_NV)
         nll_N = F.cross_entropy(logits_NV, labels_N, ignore_index=ignore_index, reduction="none")
         lse_N = nll_N if of_token is None else logits_NV.logsumexp(-1)
     else:
@@ -66,7 +67,7 @@ def losses_of(nll_N: Tensor, lse_N: Tensor, labels_N: Tensor, ignore_index: int,
 
 
 def whole_labels(labels: Tensor) -> Tensor:
-    """Return labels as int64; raise `TypeError` unless their dtype is one of whole numbers."""
+    """Return labels as int64; raise `TypeError` unless they are whole numbers."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise TypeError(
             f"labels must be whole numbers, the indices of tokens or classes (torch.long), got {labels.dtype}"
@@ -91,7 +92,7 @@ def reduced(loss_N: Tensor, labels_N: Tensor, ignore_index: int, reduction: str)
 def _loss(
     h_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, bias: Tensor | None, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(h_ND.dtype, torch.float32)
+    wide = wide_dtype(h_ND)
     loss_N, lse_N = (torch.empty(labels_N.shape, dtype=wide, device=h_ND.device) for _ in range(2))
     for rows in _chunks(h_ND, weight_VD):
         logits = F.linear(h_ND[rows], weight_VD, bias).to(wide)
@@ -102,7 +103,7 @@ def _loss(
 
 @_loss.register_fake
 def _(h, weight, labels, bias, ignore_index):  # type: ignore[no-untyped-def]
-    wide = torch.promote_types(h.dtype, torch.float32)
+    wide = wide_dtype(h)
     return h.new_empty(labels.shape, dtype=wide), h.new_empty(labels.shape, dtype=wide)
 
 
@@ -118,7 +119,7 @@ def _loss_backward(
     ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dh_ND = torch.empty_like(h_ND, memory_format=torch.contiguous_format)
-    # Gradients of shared parameters add up over all chunks: in float32 even if the weight is not.
+    # The gradients of weight and bias are summed over all chunks in float32, even if the weight is not.
     dweight_VD = torch.zeros(weight_VD.shape, dtype=lse_N.dtype, device=h_ND.device)
     dbias_V = dweight_VD.new_zeros(weight_VD.shape[0])
     real_N = labels_N != ignore_index

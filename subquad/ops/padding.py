@@ -18,8 +18,8 @@ class Compaction(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """A mask made ready: the first `lengths_B` tokens of each row are real. A model moves its padding once for all
-    layers; later slots hold finite numbers, which have no effect, and outputs there are unspecified."""
+    """A mask after compaction: the first `lengths_B` tokens of each row are real. A model compacts once for all layers.
+    Later slots must hold finite numbers; these have no effect, and the outputs there are unspecified."""
 
     lengths_B: Tensor
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,11 +18,12 @@ from subquad.ops._torch.scan_by_value import gated_scan_by_value_op
 from subquad.ops.backends import choose, without_autocast
 from subquad.ops.groups import by_heads, share_of
 from subquad.ops.padding import check_heads, check_mask
+from subquad.ops.precision import wide_dtype
 from subquad.tracing import saves
 
 BACKENDS = ("reference", "torch", "sequential", "triton")
 BACKENDS_ON_VALUES = BACKENDS[:-1]
-"""Those of decays of the value channels."""
+"""Backends of the scan with decays of the value channels."""
 MOST_CHANNELS = 512
 """Most channels or latents per head in the kernels of `triton`."""
 FORGET_ALL = -1e4
@@ -62,7 +62,7 @@ def gated_scan(
         log_f_BHTF: natural log of the decays, one per channel (F = K) or per head (F = 1), or None for f = 1. Must be
             at most 0, which is not checked; -inf forgets everything.
         log_g: in place of log_f, natural log of decays of the value channels, `[B, H, T, V]`: `S_t = S_{t-1} g_t +
-            i_t (x) v_t` with g_t along the last axis. What holds for log_f holds for it.
+            i_t (x) v_t` with g_t along the last axis. The limits of log_f apply.
         state: the state that this function returned for the earlier tokens.
         normalise: divide by the sum of the weights, `q_t . z_t + eps` with `z_t = f_t * z_{t-1} + i_t`; the state then
             holds z as a last value channel. If the divisor is zero the output is zero.
@@ -84,7 +84,7 @@ def gated_scan(
         _check_value_decays(log_g, v_BHTV, log_f_BHTF, normalise)
     (B, G, T, K), (_, H, _, V) = q_BGTK.shape, v_BHTV.shape
     tensors = [q_BGTK, i_BGTK, v_BHTV, *(x for x in (log_f_BHTF, log_g) if x is not None)]
-    wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    wide = wide_dtype(*tensors)
     sizes = {"key channels": (K, MOST_CHANNELS), "value channels": (V, MOST_CHANNELS)}
     available, default = (BACKENDS, None) if log_g is None else (BACKENDS_ON_VALUES, "torch")
     name = choose("gated_scan", backend, available, default, tensors, (state,), sizes)
@@ -97,7 +97,7 @@ def gated_scan(
         tensors = masked(tensors, mask, (0.0, 0.0, 0.0, 0.0))
     q, i, v, *rest = (x.flatten(0, 1) for x in tensors)
     decays = rest[0].clamp(min=FORGET_ALL) if rest else None
-    # As they multiply a state: along its key channels, or along its value channels.
+    # Shaped to multiply a state along its key channels, or along its value channels.
     decays_NTKV = None if decays is None else decays.unsqueeze(-1 if log_g is None else -2)
     s = q.new_zeros(B * H, K, V + more) if state is None else state.flatten(0, 1).to(wide)
     if name == "reference" or (name == "torch" and T == 1):
@@ -122,7 +122,7 @@ def gated_scan(
 
 
 def _check_value_decays(log_g: Tensor, v_BHTV: Tensor, log_f_BHTF: Tensor | None, normalise: bool) -> None:
-    """Raise unless decays of the value channels are the only ones, and fit."""
+    """Raise unless decays of the value channels have the right shape and no others are given."""
     if log_f_BHTF is not None:
         raise ValueError("keys and values can't both decay: give log_f or log_g, and None for the other")
     if normalise:

@@ -43,7 +43,7 @@ class Slots(NamedTuple):
 
 
 class Starts(NamedTuple):
-    """Positions of the tokens of queries and keys as kernels take them: the slots of a row count on from its start.
+    """Positions of the tokens of queries and keys for the kernels: slot i of a row is at the row's start plus i.
 
     `q_start_B`, `k_start_B`: positions of each row's first query and key, where they differ from `q_start`, `k_start`.
     The other fields are those of `Slots`, in the same places.
@@ -78,7 +78,7 @@ def placed(
 ) -> tuple[Slots | Starts, Tensor | None]:
     """Return the positions by starts, lengths and documents, and bool `[B, T]`, True for real queries (None: all are).
 
-    `for_kernels` gives `Starts`: no operation on the device, and no position that a CUDA graph would keep.
+    `for_kernels` gives `Starts`, which need no operation on the device and keep no position in a CUDA graph.
     Raises `ValueError` for starts, lengths and documents that do not agree.
     """
     B, _, T, _ = q_BHTK.shape

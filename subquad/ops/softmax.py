@@ -20,6 +20,7 @@ from subquad.ops._torch.log_space_sums import running_logsumexp as chunked_logsu
 from subquad.ops._torch.softmax import EMPTY as EMPTY
 from subquad.ops.backends import choose, without_autocast
 from subquad.ops.padding import check_mask
+from subquad.ops.precision import at_least_float32, wide_dtype
 from subquad.ops.scan import BACKENDS, MOST_CHANNELS, check_inputs, masked
 from subquad.tracing import saves
 
@@ -51,9 +52,9 @@ class SoftmaxOutput:
 
     @property
     def lse(self) -> Tensor:
-        """Running logsumexp `[B, H, T, L]` of the logits; each access costs another pass over them.
+        """Running logsumexp `[B, H, T, L]` of the logits; each access computes it again.
 
-        The backends `reference` and `sequential` keep it from their own pass. See `running_logsumexp`.
+        The backends `reference` and `sequential` have kept it. See `running_logsumexp`.
         """
         if self._lse is not None:
             return self._lse
@@ -115,7 +116,7 @@ def running_softmax(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     tensors = [p_BHTL, logits_BHTL, v_BHTV] + ([] if own is None else [own])
-    wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    wide = wide_dtype(*tensors)
     sizes = {"latents": (L, MOST_CHANNELS), "value channels": (V, MOST_CHANNELS)}
     name = choose("running_softmax", backend, BACKENDS, None, tensors, state or (), sizes)
     start = None if state is None else state[0]
@@ -182,7 +183,7 @@ def gated_mean(
     chunk_size: int | None = None,
     backend: str | None = None,
 ) -> SoftmaxOutput:
-    """`y_t = g_t mu_t + (1 - g_t) v_t`, `g_t = sigmoid(gate_t + lse_t)`: the past gated against the token (ELiTA).
+    """`y_t = g_t mu_t + (1 - g_t) v_t`, `g_t = sigmoid(gate_t + lse_t)`: a gate between past and token (ELiTA).
 
     mu_t is the mean of v_s with the weights `softmax_{s <= t}(logits_s)`, lse_t the running logsumexp of the logits.
 
@@ -242,7 +243,7 @@ def _logsumexp(logits_BHTL: Tensor, state: Tensor | None, mask: Tensor | None, b
     B, H, T, L = check_inputs(("logits", logits_BHTL))
     if mask is not None:
         check_mask(mask, B, T)
-    k = logits_BHTL.to(torch.promote_types(logits_BHTL.dtype, torch.float32))
+    k = at_least_float32(logits_BHTL)
     k = (k if mask is None else masked([k], mask, (EMPTY,))[0]).flatten(0, 1)
     if state is None:
         a = k.new_full((B * H, L), EMPTY, dtype=torch.float64)

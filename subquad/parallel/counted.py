@@ -1,4 +1,4 @@
-"""Bytes between ranks, counted in runs on tensors without data: each rank runs alone, and its exchanges only add."""
+"""Count the bytes between ranks on meta tensors: each rank runs alone, and its exchanges only count."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from subquad.parallel.group import ContextGroup, Message, Sent, context_parallel
 
 
 class CountingGroup(ContextGroup):
-    """Rank `rank` of `size` by itself: what it would receive is left as it is."""
+    """Rank `rank` of `size` by itself: the tensors that it would receive stay as they are."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.sent = rank, size, Sent()
@@ -19,7 +19,7 @@ class CountingGroup(ContextGroup):
     def exchange(
         self, outgoing: Sequence[Message], incoming: Sequence[Message], *, backward: bool = False
     ) -> Callable[[], None]:
-        """Add the bytes of what is sent."""
+        """Add the bytes of the tensors that are sent."""
         size = sum(x.nbytes for _, x in outgoing)
         self.sent = self.sent.plus(Sent(0, size) if backward else Sent(size, 0))
         return lambda: None

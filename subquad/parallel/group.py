@@ -138,7 +138,8 @@ class ContextGroup:
             raise ValueError(f"every process of a context group must hold the same number of tokens, got {all_tokens}")
 
 
-# By thread, because a server's other threads read whole sequences. Usually empty: then the check is free and compiles.
+# Per thread, since other threads of a server read whole sequences. Usually empty, so that the check is free and
+# compiles.
 _active: dict[int, ContextGroup] = {}
 
 

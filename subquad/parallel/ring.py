@@ -1,4 +1,4 @@
-"""Ring attention, for patterns of unbounded reach: blocks of keys and values travel round the ranks.
+"""Ring attention, for patterns of unbounded reach: blocks of keys and values are passed from rank to rank.
 
 Forward, each rank merges its outputs over the blocks by their logsumexp (`merge_attention`) and saves only its own
 queries, keys, values and outputs. Backward, the blocks travel again and their weights are recomputed; the gradients of
@@ -25,8 +25,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
 def ring_attention(attend: Attend, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, group: ContextGroup, /) -> Tensor:
     """Return the outputs `[B, H, T, V]` of this rank's queries over all ranks' keys, for causal patterns.
 
-    Blocks after a rank's queries only pass through it. Rank r therefore computes r + 1 of the P blocks, and all wait
-    for the last rank.
+    A rank passes on the blocks after its queries without using them. So rank r computes r + 1 of the P blocks, and all
+    wait for the last rank.
     """
     return _Ring.apply(attend, group, q_BHTK, k_BGTK, v_BGTV)
 

@@ -1,4 +1,4 @@
-"""What the laws are tested on: a mechanism with its options, inputs, an oracle, and what a failure says."""
+"""The subject of the laws: a mechanism with its options, inputs, an oracle, and the message of a failure."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Judged:
     tokens: ClassVar[int] = 70
     """Tokens T of the short inputs."""
     judged_together: ClassVar[int] = 1
-    """Inputs judged as one sample of the precision; more where a gradient of few numbers may be right by luck."""
+    """Number of inputs in one sample of the precision; more where a gradient of few numbers may be right by chance."""
     fewest_heads: ClassVar[int] = 1
     """Heads for the longest inputs (the law of long inputs)."""
     oracle_tokens: ClassVar[int] = 19
@@ -71,7 +71,7 @@ class Judged:
     ) -> Iterator[Attention]:
         """Give `make(dtype, num_heads)` to a test of `law`; skip it with the reason if the mechanism is exempt.
 
-        What the test raises says what was compared, how far it is off, and the limit. A note on it adds the law, the
+        The error of the test says what was compared, the difference, and the limit. A note on it adds the law, the
         mechanism with its options, and the sizes of the inputs.
         """
         layer, self.made = self.make(dtype, num_heads), ()

@@ -1,4 +1,4 @@
-"""The laws of states: what is read in pieces, saved or shared is what is read at once."""
+"""The laws of states: reading in pieces, saving and sharing do not change the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from subquad.testing.tools import Compare, assert_exact, assert_same_maths, asse
 
 
 class LawsOfStates(Judged):
-    """Test that a sequence may be cut anywhere, and what is kept of it."""
+    """Test that a sequence may be cut anywhere, and test its state."""
 
     @drawn(max_examples=10)
     @given(cuts=strategies.lists(strategies.integers(0, 70), min_size=1, max_size=4))

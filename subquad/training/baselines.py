@@ -1,8 +1,8 @@
-"""What bits per byte of held-out text must be compared with: compressors and n-grams, measured on the same text.
+"""Baselines for bits per byte of held-out text: compressors and n-grams, measured on the same text.
 
-A model has read training text, and so have its rivals here: bzip2 and xz compress the held-out text after the end of
-the training text, and the n-grams of bytes are counted in it. gzip of the held-out text alone is what reports of
-language models usually print, and what a model beats most easily: it has read nothing.
+Like the model, most of them have read training text: bzip2 and xz compress the held-out text after the end of the
+training text, and the n-grams of bytes are counted in it. gzip of the held-out text alone, which reports of language
+models usually print, has not, and is the weakest baseline.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class Baselines(Record):
     gzip_bits_per_byte: float
     """gzip, level 9, of the held-out text alone."""
     bzip2_after_bits_per_byte: float
-    """bzip2, level 9: what the held-out text adds to the training text's end."""
+    """bzip2, level 9: bits that the held-out text adds to the end of the training text."""
     xz_after_bits_per_byte: float
-    """xz, preset 9 extreme: what the held-out text adds to the training text's end."""
+    """xz, preset 9 extreme: bits that the held-out text adds to the end of the training text."""
     ngram_bits_per_byte: float
-    """The best order of `ngram_bits_by_order`. It is chosen on the held-out text, in the n-grams' favour."""
+    """The best order of `ngram_bits_by_order`, chosen on the held-out text, which favours the n-grams."""
     ngram_order: int
     """Bytes of the best n-gram, the predicted one included; if `ORDERS`, longer ones might do better, as in code."""
     ngram_bits_by_order: tuple[float, ...]
     """n-grams of 1, 2, ... bytes, Witten-Bell, counted in the training text's end and fixed after it."""
     held_out_bytes: int
     bzip2_read_bytes: int
-    """Bytes of training text read; as are the two below."""
+    """Bytes of training text read, like the two below."""
     xz_read_bytes: int
     ngram_read_bytes: int
 
@@ -66,11 +66,11 @@ def measure_baselines(
 ) -> Baselines:
     """Measure all baselines of `held_out`, the text that follows `train`; documents are one string.
 
-    Of a long training text only the end is read: at most `ngram_read` bytes by the n-grams and `xz_read` by xz, and by
-    bzip2 what fills its blocks up. bzip2 forgets everything at the end of a block, about 900 kB, so it reads less than
-    one block of training text, and held-out text beyond its first block is coded without any. The n-grams and xz,
-    which compresses twice, take about 0.4 and 1.6 seconds for each million bytes they read. Raises `ValueError` if a
-    text is empty or a number is less than 1.
+    Of a long training text only the end is read: at most `ngram_read` bytes by the n-grams, `xz_read` by xz, and by
+    bzip2 the rest of its first block. bzip2 starts anew after each block of about 900 kB, so it reads less than one
+    block of training text, and codes held-out text beyond the first block without any. The n-grams and xz, which
+    compresses twice, take about 0.4 and 1.6 seconds for each million bytes they read. Raises `ValueError` if a text is
+    empty or a number is less than 1.
     """
     _check_text(training=train, held_out=held_out)
     check_at_least(1, ngram_read=ngram_read, xz_read=xz_read)
@@ -117,7 +117,7 @@ def ngram_bits(train: bytes, held_out: bytes, /, orders: int = ORDERS) -> tuple[
 
     P(w | h) = (c(h w) + n(h) P(w | h')) / (c(h) + n(h)), interpolated Witten-Bell: c(h w) is how often the byte w was
     seen after the context h, c(h) how often any byte was and n(h) how many different ones were; h' is h without its
-    first byte, and below the empty context stands 1/256. After a context that was never seen, P is P(w | h'). The first
+    first byte, and before the empty context P is 1/256. After a context that was never seen, P is P(w | h'). The first
     held-out bytes have the training text's end as their context. Raises `ValueError` if a text is empty or `orders` is
     not 1 to 8.
 
@@ -135,7 +135,7 @@ def ngram_bits(train: bytes, held_out: bytes, /, orders: int = ORDERS) -> tuple[
         keys_T = _grams(text_N, order)[-len(held_out) :]
         seen_T, total_T, different_T = _counts(np.sort(_grams(train_N, order)), keys_T)
         ending_T = p_T[len(p_T) - len(keys_T) :]  # a view: after a very short text the first bytes have no such context
-        weight_T = np.maximum(different_T, 1)  # of a context that was never seen, whose counts are 0
+        weight_T = np.maximum(different_T, 1)  # for a context that was never seen, whose counts are 0
         ending_T[:] = (seen_T + weight_T * ending_T) / (total_T + weight_T)
         bits.append(float(-np.log2(p_T).mean()))
     return tuple(bits)
@@ -152,7 +152,7 @@ def _grams(text_N: np.ndarray, order: int) -> np.ndarray:
 
 def _counts(sorted_N: np.ndarray, keys_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return c(h w), c(h) and n(h) of each key h w among the sorted ones."""
-    first_N = np.ones(len(sorted_N), bool)  # of its kind
+    first_N = np.ones(len(sorted_N), bool)  # the first of equal keys
     np.not_equal(sorted_N[1:], sorted_N[:-1], out=first_N[1:])
     different_N = np.zeros(len(sorted_N) + 1, np.int32)  # among the first i keys
     np.cumsum(first_N, out=different_N[1:])

@@ -89,7 +89,7 @@ def share(folder: Path) -> None:
 
 def replace_folder(source: Path, target: Path) -> None:
     """Rename `source` to `target`, replacing an existing folder."""
-    # The old folder is moved, not deleted, until the new one has its name: `sweep` puts it back after a crash.
+    # The old folder is deleted only after the new one has its name: until then `sweep` can restore it after a crash.
     trash = target.with_name(f"{_TRASH}{target.name}")
     if target.exists():
         shutil.rmtree(trash, ignore_errors=True)
@@ -210,7 +210,7 @@ def _changed_text(made: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Remove the text's files from both settings; return what happened to which, and then remove the digests too.
 
     Without files on both sides (a dataset) or among the same files (another part is
-    held out) the digests stay and tell of the change.
+    held out) the digests stay and show the change.
     """
     before, after = (settings.pop(FILES, None) for settings in (made, now))
     if before is None or after is None or before == after or made.get("data") == now.get("data"):

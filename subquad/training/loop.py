@@ -56,8 +56,8 @@ class Loop:
         self.bf16 = settings["run.precision"] == "bf16"
         self.sharded = config.parallel.shard and processes.world > 1
         self.device = processes.torch_device
-        # Accelerate fixes device and precision for the whole Python process, but runs in it may differ: so models are
-        # placed here and run under torch's own autocast.
+        # Accelerate fixes device and precision for the whole Python process, but runs in one process may differ: so
+        # models are moved to their device here and run under torch's own autocast.
         self.accelerator = Accelerator(
             cpu=processes.world > 1 and self.device.type == "cpu",
             device_placement=False,
@@ -130,7 +130,7 @@ class Loop:
                     ended = last or self.interrupted
                     saves = ended or step % run.save_every == 0
                     every = 0 if self.steps is None else run.evaluation_interval(self.steps)
-                    # An interrupted run should end soon: the resumed run makes up for its evaluation.
+                    # An interrupted run should end soon: the resumed run does its evaluation.
                     evaluates = every > 0 and (last or (step % every == 0 and not self.interrupted))
                     self.bar.move(step)
                     # A reported loss is the mean since the last report. A report at every checkpoint keeps unfinished
@@ -154,7 +154,7 @@ class Loop:
         """Fix the number of steps by the first process's pace once it has measured enough, and write it down."""
 
         def evaluating(steps: int) -> float:
-            """Return the time of the evaluations in steps: without a backward pass an item takes a third of one."""
+            """Return the time of the evaluations in units of a step: an item without a backward pass takes a third."""
             interval = self.config.run.evaluation_interval(steps)
             items = count_items(self.task.held_out) / self.metrics.windows_a_step
             return steps / interval * items / 3 if interval else 0.0
@@ -170,7 +170,7 @@ class Loop:
         self.config = with_steps(self.config, steps)
 
     def announce(self) -> None:
-        """Say what is trained, on how much, where and for how long."""
+        """Print the model, the data, the device and the length of the run."""
         run, parameters = self.config.run, sum(parameter.numel() for parameter in self.model.parameters())
         windows = f"{self.metrics.windows:,} windows of {self.config.batch.length:,} tokens"
         tell(self.console, f"training {parameters:,} parameters on {windows} in {run.folder}")
@@ -178,7 +178,7 @@ class Loop:
         tell(self.console, told if self.steps is None else self.extent(self.steps))
 
     def extent(self, steps: int) -> str:
-        """Return how much `steps` steps read."""
+        """Return the amount of data that `steps` steps read, as text."""
         passes = steps * self.metrics.windows_a_step / self.metrics.windows
         shown = f"{passes:,.1f}" if passes >= 1 else f"{passes:.2g}"
         return f"{steps:,} steps of {self.meter.step_tokens:,} tokens, {shown} passes over the data"
@@ -186,7 +186,7 @@ class Loop:
     def train_batches(self) -> DataLoader[Any]:
         """Return a loader of this process's remaining batches, from the order that all processes share."""
         batch, processes = self.config.batch, self.processes
-        # No total yet: more than any run takes.
+        # The total is not known yet: a number that no run reaches.
         steps = 2**40 if self.steps is None else self.steps
         total = steps * batch.size * batch.accumulation * processes.data_ranks
         order = RunOrder(len(self.windows), self.config.run.seed, total, self.task.together)
@@ -229,7 +229,7 @@ class Loop:
         rate = float(self.scheduler.get_last_lr()[0])
         self.model.zero_grad()
         self.state.step += 1
-        if self.steps is None:  # before the next rate, which depends on it
+        if self.steps is None:  # before the next learning rate, which depends on the number of steps
             self.fix_steps()
         self.scheduler.step()
         return {"lr": rate, "grad_norm": norm}
@@ -285,7 +285,7 @@ class Loop:
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
 
     def leave_out(self, norm: float, sum_before: Tensor) -> None:
-        """Skip a step whose gradient `norm`, equal everywhere, isn't finite (for good), or raise `NonFiniteError`."""
+        """Skip a step whose gradient `norm`, equal in all processes, isn't finite, or raise `NonFiniteError`."""
         state, run = self.state, self.config.run
         cause = self.cause(norm).describe(state.step + 1, self.processes.world)
         newest = self.checkpoints.newest_name()

@@ -1,8 +1,8 @@
-"""The processes of a run: how they meet, split the work and fail together.
+"""The processes of a run: they find each other, divide the work, and end together after an error.
 
-With `--max-restarts`, torchrun keeps one store over all starts. Stale entries of an earlier start would look like valid
-addresses and counters to the next. So process 0 invents a random name for each start, hands it to every process that
-answers, and all keys of the start are prefixed with it (`meet`).
+With `--max-restarts`, torchrun keeps one store over all starts. The next start would take entries of an earlier one
+for valid addresses and counters. So process 0 draws a random name for each start and sends it to every process that
+answers; all keys of the start begin with it (`meet`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FOREIGN = {
 }
 """Settings of Accelerate's launcher that subquad doesn't follow, and what to use instead."""
 OFF = ("", "0", "false", "no", "off")
-"""Values of these variables that ask for nothing."""
+"""Values of these variables that have no effect."""
 
 _heart: Heartbeat | None = None
 
@@ -193,6 +193,11 @@ def device_type(device: str) -> str:
 def world_size() -> int:
     """Return the number of processes that the launcher started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def first_process() -> bool:
+    """Return whether this is the first of the processes that the launcher started."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def join(parallel: ParallelConfig, device: str) -> Processes:

@@ -30,7 +30,7 @@ CHECKSUM = "crc32"
 PLAIN_LINE_SECONDS = 15.0
 """Seconds between progress lines without a terminal."""
 PACED_STEPS, PACED_PART = 5, 0.03
-"""Fewest first steps, and least part of a run's time, that the number of steps is estimated from."""
+"""Least number of steps, and least part of a run's time, from which the number of steps is estimated."""
 LATER = 0.05
 """Fraction of the steps to leave out of the scale of the curves, because the first losses are many times higher."""
 
@@ -60,7 +60,7 @@ class Meter:
 
 
 class Pace:
-    """Tells how many steps fit into the `minutes` of a run that begins now, after `step` steps."""
+    """Estimates how many steps fit into the `minutes` of a run that begins now, after `step` steps."""
 
     def __init__(self, minutes: float, step: int) -> None:
         self.seconds, self.first = 60 * minutes, step
@@ -69,9 +69,9 @@ class Pace:
         """When the first step ended, which takes longer than others."""
 
     def steps_that_fit(self, step: int, evaluating: Callable[[int], float]) -> int | None:
-        """Return the steps in total, now that `step` of them are done; None while too few are for an estimate.
+        """Return the total number of steps, after `step` of them; None while these are too few for an estimate.
 
-        `evaluating(steps)` is the time of the evaluations of a run of so many steps, in times of a step.
+        `evaluating(steps)` is the time of the evaluations of a run of `steps` steps, in units of a step.
         """
         now, done = time.monotonic() - self.began, step - self.first
         if done == 1:

@@ -1,4 +1,4 @@
-"""One order of windows for the whole run, dealt to the processes in batches.
+"""One order of windows for the whole run, distributed over the processes in batches.
 
 Items carry their window numbers, so an error can name the window that a data worker was reading when it died or hung.
 """
@@ -25,9 +25,9 @@ LOST = re.compile(r"DataLoader worker \(pid|DataLoader timed out")
 class RunOrder(Sampler[int]):
     """The windows of a whole run as one sequence: shuffled epochs, one after another, cut to `total`.
 
-    The window at each place depends only on the seed and the place. So skipping trained batches is exact, also within
-    an epoch, and a shorter run is a prefix of a longer one. With `together = P`, the `windows / P` groups of windows
-    P i, ..., P i + P - 1 are shuffled as wholes.
+    The window at each place depends only on the seed and the place. So trained batches can be skipped exactly, within
+    an epoch too, and a shorter run is a prefix of a longer one. With `together = P`, the `windows / P` groups of
+    windows P i, ..., P i + P - 1 are shuffled as wholes.
     """
 
     def __init__(self, windows: int, seed: int, total: int, together: int = 1) -> None:
@@ -75,7 +75,7 @@ class DealtBatches(Sampler[list[int]]):
 
 
 class HeldOutBatches(Sampler[list[int]]):
-    """`count` items in batches of `size`, dealt to `ranks` processes, which all get equally many batches.
+    """`count` items in batches of `size`, distributed over `ranks` processes, which all get the same number of batches.
 
     A process without items left gets the last item again, which `counts` excludes: every item counts once.
     """

@@ -89,8 +89,9 @@ def measure(
 ) -> Report:
     """Measure baselines, states (on repeated tokens if needed) and decoding. Raises `ValueError` without text.
 
-    So that this takes less time than the training of `tokens` tokens in `steps` steps, states are read from at most a
-    quarter of the tokens, if that is more than `STATE_AFTER` begins with, and at most `steps` / 2 tokens are decoded.
+    So that this takes less time than the training of `tokens` tokens in `steps` steps, states are measured after at
+    most a quarter of these tokens (but always after the first of `STATE_AFTER`), and at most `steps` / 2 tokens are
+    decoded.
     """
     if not held_out_text or not len(held_out_tokens):
         raise ValueError(

@@ -105,7 +105,7 @@ def train(config: TrainConfig, *, console: Console | None = None, prepare: Prepa
 
 
 def _train(config: TrainConfig, processes: Processes, console: Console | None, prepare: Prepare) -> RunResult:
-    with ExitStack() as held:  # the folder, until this run of it ends
+    with ExitStack() as held:  # holds the lock of the folder until the run ends
         return _train_held(held, config, processes, console, prepare)
 
 
@@ -160,7 +160,7 @@ def _train_held(
         with _threads(config.run.threads):
             return _run(task, processes, settings, start, console)
     except (RuntimeError, MemoryError) as error:
-        # Only what this run has made: sizes that don't fit are no run to go on with.
+        # Only a folder that this run has made: a run whose sizes don't fit can't be resumed.
         if new and processes.first and is_out_of_memory(error) and not checkpoint.listing(root):
             shutil.rmtree(folder)
         raise
@@ -169,7 +169,7 @@ def _train_held(
 def with_kept_steps(config: TrainConfig) -> TrainConfig:
     """Return `config` with the steps that fitted into the minutes of the run in its folder, if `steps` is not given.
 
-    A run that is to take other minutes than before gets other steps in proportion.
+    If the minutes were changed, the steps change in proportion.
     """
     run, file = config.run, Path(config.run.folder) / CONFIG
     if run.steps is not None or run.resume == "never" or not file.is_file():

@@ -187,7 +187,7 @@ class Checkpoints:
         try:
             yield
         except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError for a full disk
-            # torch.save's errors for the disk name its writer; other RuntimeErrors are bugs.
+            # torch.save's errors about the disk contain the name of its writer; other RuntimeErrors are bugs.
             of_the_disk = any(text in str(error) for text in ("inline_container", "PytorchStreamWriter", "iostream"))
             if isinstance(error, RuntimeError) and not of_the_disk:
                 raise

@@ -117,7 +117,7 @@ def list_states(folder: Path, names: list[str]) -> None:
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
-    """Load the shards of `save_optimizer`, for all processes to call. Raises `CheckpointError` if they do not fit."""
+    """Load the shards of `save_optimizer`. All processes must call it. Raises `CheckpointError` if they do not fit."""
     reader = dcp.HuggingFaceStorageReader(str(folder / OPTIMIZER))
     parameters = dict(model.named_parameters())
     saved = reader.read_metadata().state_dict_metadata

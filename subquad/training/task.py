@@ -70,7 +70,7 @@ class Task:
     unit: ClassVar[str] = "token"
     """Unit that a loss is averaged over, for the curves."""
     begins_another: ClassVar[bool] = False
-    """Whether another run starts from this one's weights, in every process."""
+    """Whether a second training phase starts from the weights of this one, in every process."""
 
     @classmethod
     def check_source(cls, config: TrainConfig) -> None:

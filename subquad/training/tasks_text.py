@@ -36,7 +36,7 @@ class LanguageTask(Task):
     """Predict the next token of a text."""
 
     special: dict[str, int | None]
-    """The tokens that end a document and that pad, as the model's configuration names them."""
+    """The end token and the padding token, for the model's configuration."""
 
     @classmethod
     def check_source(cls, config: TrainConfig) -> None:
@@ -200,7 +200,7 @@ def check_prompt(tokenizer: Tokenizer, prompt: str | None) -> None:
 
 
 def reported_from(config: TrainConfig, tokens: int) -> int:
-    """Return the first of the held-out `tokens` that the report reads: with run.weights=best those before it choose."""
+    """Return the index of the report's first held-out token: with run.weights=best earlier ones choose the weights."""
     return tokens // 2 if config.run.weights == "best" else 0
 
 

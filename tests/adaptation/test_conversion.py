@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from subquad.adaptation import ConvertConfig, conversion, convert, transfer
 from subquad.adaptation.conversion import NAMES, Stages
-from subquad.adaptation.source import fingerprint
 from subquad.adaptation.transfer import tune
 from subquad.cli import main, threads
 from subquad.evaluation import provenance
 from subquad.hf import SubquadForCausalLM
+from subquad.state import weights_hash
 from subquad.testing import assert_exact, assert_same_maths
 from subquad.training.losses import ZLoss
 from tests.adaptation.models import save
@@ -171,7 +171,9 @@ def test_convert_is_a_function_too(original, texts, tmp_path, monkeypatch):
         "loss": {"z_weight": 0.01},
     }  # fmt: skip
     config, begun = ConvertConfig.from_dict(values), []
-    monkeypatch.setattr(conversion, "tune", lambda model, *more: begun.append(fingerprint(model)) or tune(model, *more))
+    monkeypatch.setattr(
+        conversion, "tune", lambda model, *more: begun.append(weights_hash(model)) or tune(model, *more)
+    )
     of_token, z_losses = ZLoss.of_token, []
     monkeypatch.setattr(ZLoss, "of_token", lambda *args: z_losses.append(args[0].weight) or of_token(*args))
     calls = []
@@ -189,7 +191,7 @@ def test_convert_is_a_function_too(original, texts, tmp_path, monkeypatch):
     maps = {f"model.decoder.layers.{i}.attention.{kind}_map" for i in (0, 2) for kind in ("query", "key")}
     shared = {f"model.decoder.layers.{i}.attention.{kind}.weight" for i in (0, 2) for kind in ("key", "value")}
     assert changed == maps | shared, "match.train=new trains the maps alone; keys and values are shared out"
-    assert begun == [fingerprint(SubquadForCausalLM.from_pretrained(tmp_path / "out" / "stages" / "3-matched"))]
+    assert begun == [weights_hash(SubquadForCausalLM.from_pretrained(tmp_path / "out" / "stages" / "3-matched"))]
 
 
 @pytest.mark.parametrize(("more", "match"), [

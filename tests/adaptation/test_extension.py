@@ -20,7 +20,7 @@ from subquad.cli import audit, extend, main, threads
 from subquad.cli import lora as lora_command
 from subquad.cli.eval import load_for_tasks
 from subquad.data.tokenizers import bytes_tokenizer
-from subquad.evaluation import EvalConfig
+from subquad.evaluation.config import EvalConfig
 from subquad.testing import assert_exact, assert_same_maths
 from subquad.training.errors import StepMemoryError
 from subquad.training.processes import Processes

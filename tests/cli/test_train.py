@@ -2,17 +2,14 @@
 
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import yaml
 from safetensors.torch import load_file
 
 from subquad.cli import main
-from subquad.cli.finishing import _write_samples
-from subquad.data import TokenSet, load_tokenizer
+from subquad.data import TokenSet
 from subquad.data.token_set import held_out_names
-from subquad.models.build import build_model
 from subquad.program import command
 from subquad.training import TrainConfig
 from tests.training.helpers import stop_at_once
@@ -52,24 +49,6 @@ def test_the_folder_of_a_run_repeats_it_with_tables_and_curves(trained, tmp_path
     assert (tmp_path / "curves.png").stat().st_size > 0
     one, two = (load_file(folder / "model.safetensors") for folder in (trained, tmp_path))
     assert all(one[name].equal(two[name]) for name in one)
-
-
-@pytest.mark.parametrize(("model", "prompt", "count", "reason"), [
-    ({"position": "learned", "max_positions": 50, "attention": "full"}, "import ", 44, "the model has 50 positions"),
-    ({"position": "learned", "max_positions": 9, "attention": "full"}, "a long prompt", 1, "the model has 9 positions"),
-    ({"attention": "perceiver_ar", "options": {"perceiver_ar": {"latents": 6, "decode": "frozen"}}}, "import ", 3,
-     "decode=frozen has no latents for more"),
-])  # fmt: skip
-def test_samples_end_where_positions_and_latents_do(tmp_path, caplog, model, prompt, count, reason):
-    shape = {"vocab_size": 256, "dim": 8, "num_layers": 1, "num_heads": 1}
-    run = {"prompt": prompt, "sample_tokens": 60}
-    config = TrainConfig.from_dict({"model": shape | model, "batch": {"length": 8}, "run": run})
-    decoder = build_model(config.model).eval()
-    _write_samples(
-        SimpleNamespace(config=config, decoder=decoder, folder=tmp_path, steps=1_000), load_tokenizer("bytes")
-    )
-    assert f"samples are cut to {count} tokens: {reason}" in caplog.text
-    assert (tmp_path / "samples.txt").read_text().count("--- ") == 3
 
 
 def test_the_end_of_a_short_run_measures_no_more_than_it_trained_on(tiny, tmp_path, caplog, printed):

@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 from torch import Tensor, finfo
 from torch.nn import functional as F
 
-from subquad.attention.memories.running_softmax import real_rows, widened
+from subquad.attention.memories.running_softmax import real_rows
 from subquad.ops.backends import without_autocast
 from subquad.ops.counting import report_scores
+from subquad.ops.precision import widened
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,7 +37,7 @@ class GatedMean(RunningSoftmax):
 
 
 class GatedEarlier(RunningSoftmax):
-    """`read(gate)` gives `g_t mu_{t-1} + (1 - g_t) v_t`, `g_t = sigmoid(gate_t + L_{t-1})`: those of the tokens before.
+    """`read(gate)` gives `g_t mu_{t-1} + (1 - g_t) v_t`, `g_t = sigmoid(gate_t + L_{t-1})`, with mu and L before t.
 
     Dropout acts on the two shares.
     """

@@ -30,18 +30,18 @@ Attended = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Sight:
-    """The keys that a query sees: those that a pattern of `near` allows, and of the first tokens those of `far`.
+    """The keys that a query sees: those that a pattern of `near` allows, and first tokens that one of `far` allows.
 
-    One entry of `near` is for all heads; of two, the second is for the last H // 2 heads. An entry is one pattern or a
-    union of disjoint ones. `far` has one pattern for each entry, disjoint from it, and the state keeps the `first`
-    tokens for ever. Made once, with the layer.
+    A single entry of `near` is for all heads; with two entries, the second is for the last H // 2 heads. An entry is
+    one pattern or a union of disjoint ones. `far` has one pattern for each entry, disjoint from it, and the state keeps
+    the `first` tokens for ever. Made once, with the layer.
     """
 
     near: tuple[tuple[Pattern, ...], ...]
     far: tuple[Pattern, ...] = ()
     first: int = 0
 
-    # Made once: a decoding step would compute properties several times, and torch.compile traces no cached ones.
+    # Attributes, since a decoding step would compute properties several times, and torch.compile traces no cached ones.
     reach: int | None = field(init=False)
     """How many tokens back `near` looks at most; None: to the first token."""
     slots: tuple[str, ...] = field(init=False)
@@ -61,7 +61,7 @@ class Sight:
 
 @dataclass(frozen=True, eq=False)
 class KeyValues:
-    """What tokens write: keys `[B, G, T, K]` and values; `read(q)` is softmax attention over what `sight` allows.
+    """What tokens write: keys `[B, G, T, K]` and values; `read(q)` is softmax attention over the keys in `sight`.
 
     `sink_H` is a logit of each head that takes part in the softmax and has no value.
     """
@@ -82,7 +82,7 @@ class KeyValues:
     def read(self, q_BHTK: Tensor, before: Tensors | None, at: Any) -> tuple[Tensor, Tensors]:
         """Return the outputs, and the last keys and values of each row that the next token may see."""
         sight, group = self.sight, at.group
-        if before is None and group is not None:  # keys without a bound on their reach travel round the ranks
+        if before is None and group is not None:  # keys of unbounded reach go round the ranks
             return ring_attention(self._attend_near, q_BHTK, self.k, self.v, group), (self.k, self.v)
         k, v, lengths, old = self.k, self.v, at.lengths, 0
         if before is not None:
@@ -96,13 +96,13 @@ class KeyValues:
             held = (None, None) if before is None else before[2:]
             n = sight.first
             first = [first_slots(x[:, :, :n], y, at.start, n) for x, y in zip((self.k, self.v), held, strict=True)]
-            # `far` allows keys before the query alone, so that empty slots are not seen.
+            # `far` allows only keys before the query, so empty slots are not seen.
             far = attend(sight.far, q_BHTK, first[0], first[1], self.dropout_p, q_start=at.start)
             found, after = merge_attention(*zip(found, far, strict=True)), (*after, *first)
         return found[0] if self.sink_H is None else self._beside_sink(*found), after
 
     def read_all(self, q_BHTK: Tensor, at: Any) -> Tensor:
-        """Return the bidirectional form: a pattern that looks ahead needs no state."""
+        """Return the outputs of the bidirectional form, whose pattern looks ahead."""
         found = self._attend(q_BHTK, self.k, self.v, lengths=at.lengths)
         return found[0] if self.sink_H is None else self._beside_sink(*found)
 
@@ -120,7 +120,7 @@ class KeyValues:
         return torch.cat([softmax_weights(q, k, *union, sink_H=sink) for q, k, sink, union in parts], 1)
 
     def _attend(self, q_BHTK: Tensor, k: Tensor, v: Tensor, **where: Any) -> Attended:
-        """Return what the queries find near, merging unions of patterns."""
+        """Return the outputs over the keys in `near`, merging unions of patterns."""
         parts = [
             attend(patterns, q_BHTK, k, v, self.dropout_p, **where)
             for patterns in zip(*self.sight.near, strict=True)
@@ -133,21 +133,21 @@ class KeyValues:
 
     def _beside_sink(self, y_BHTV: Tensor, lse_BHT: Tensor) -> Tensor:
         assert self.sink_H is not None
-        # In float64: the logit's gradient sums over all tokens, where much cancels; the shares are few numbers.
+        # In float64: the logit's gradient is a sum over all tokens, in which much cancels; the shares are few numbers.
         share_BHT = torch.sigmoid(lse_BHT.double() - self.sink_H.double()[:, None]).to(lse_BHT.dtype)
         return (y_BHTV * share_BHT[..., None]).to(y_BHTV.dtype)
 
-    # Between ranks rows travel, not summaries: those in reach, and the first ones.
+    # Ranks exchange rows and not summaries: those in reach, and the first ones.
 
     def fetched(self, at: Any) -> Tensors | None:
-        """Return the entries before these tokens; None if the keys travel round a ring instead."""
+        """Return the entries before these tokens; None if the keys go round a ring instead."""
         if self.sight.reach is None:
             return None
         size, n = at.group.size, self.sight.first
         found = earlier(last_before(self.sight.reach, at.tokens, size), at.group, self.k, self.v)
         if n:
             held = earlier(first_before(n, at.tokens, size), at.group, self.k, self.v)
-            # Padded, not made anew, on the first rank too: it must take part in the backward pass.
+            # Padded and not created, on the first rank too, which must take part in the backward pass.
             found += tuple([F.pad(x, (0, 0, 0, n - x.shape[2])) for x in held])
         return found
 
@@ -155,8 +155,8 @@ class KeyValues:
         """Return the keys and values of all ranks from those of each."""
         return {slot: group.gather(x, 2) for slot, x in entries.items()}
 
-    # In place: near keys stand in a ring, position p in slot p mod N; behind it the first ones, and one of zeros for
-    # the learned sink, so that a step is one call of scaled_dot_product_attention.
+    # In place: near keys are in a ring, position p in slot p mod N; after the ring are the first keys, and one of zeros
+    # for the learned sink, so that a step is one call of scaled_dot_product_attention.
 
     def to_ring(self, entries: Entries, seen: int, capacity: int) -> Entries:
         """Return the rings of one row's keys and values: N slots, the reach and one, or `capacity` without a bound."""

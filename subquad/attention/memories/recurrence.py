@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad.attention.memories.running_softmax import real_rows, widened
+from subquad.attention.memories.running_softmax import real_rows
 from subquad.ops import delta_scan, gated_scan
 from subquad.ops.backends import without_autocast
+from subquad.ops.precision import at_least_float32, widened
 
 Tensors = tuple[Tensor, ...]
 
@@ -25,15 +26,15 @@ class Recurrence:
     """What tokens write: keys `[B, G, T, K]` and values `[B, H, T, V]`; `read(q)` gives `q_t S_t`.
 
     Without `beta` A_t is the decay f_t and b_t is 1; with it `A_t = (I - b_t k_t k_t^T) f_t`, the delta rule. With
-    `log_g` in place of both the value channels decay, `S_t = S_{t-1} g_t + k_t (x) v_t`.
-    `normalise` divides the outputs by the sum of the weights plus `eps`, for keys and queries of no negative channel.
-    The state is S, `[B, H, K, V]`; normalised, its last value channel sums the keys.
+    `log_g` in place of both the value channels decay, `S_t = S_{t-1} g_t + k_t (x) v_t`. `normalise` divides the
+    outputs by the sum of the weights plus `eps`, for keys and queries without negative channels. The state is S, `[B,
+    H, K, V]`; normalised, its last value channel sums the keys.
     """
 
     k: Tensor
     v: Tensor
     log_f: Tensor | None = None
-    """Logarithms of the decays, `[B, H, T, F]` (None: nothing fades)."""
+    """Logarithms of the decays, `[B, H, T, F]` (None: no decay)."""
     beta: Tensor | None = None
     """Strengths of the delta rule, `[B, H, T, 1]` (None: the gated scan)."""
     log_g: Tensor | None = None
@@ -79,8 +80,9 @@ class Recurrence:
         total_BHT1 = w_BHTS.sum(-1, keepdim=True) + self.eps
         return (w_BHTS / total_BHT1.masked_fill(total_BHT1 == 0, torch.inf)).to(self.v.dtype) @ self.v
 
-    # Between ranks: a summary is the state that these tokens alone make, after what they make of an earlier one: the
-    # sums of their log decays, or the delta rule's transition less the identity; nothing where nothing fades.
+    # Between ranks: a summary is the factor on an earlier state, then the state that these tokens alone make. The
+    # factor is the sum of the log decays, or the delta rule's transition less the identity; without decays there is
+    # none.
 
     @property
     def empty(self) -> tuple[float, ...]:
@@ -94,7 +96,7 @@ class Recurrence:
         if self._log_decays is None:
             return (outer_sums(self.k, self.v, self.normalise),)
         v = F.pad(self.v, (0, 1), value=1.0) if self.normalise else self.v
-        return decayed_sum(self.k, v, self._log_decays, of_values=self.log_g is not None)
+        return decayed_outer_sums(self.k, v, self._log_decays, of_values=self.log_g is not None)
 
     def merge(self, earlier: Tensors, later: Tensors) -> Tensors:
         """Return the summary of the tokens of both."""
@@ -106,7 +108,7 @@ class Recurrence:
         return move_1 + move_2 + move_2 @ move_1, s_1 + move_2 @ s_1 + s_2
 
     def begin(self, summary: Tensors) -> Tensors:
-        """Return the state that a summary is."""
+        """Return the state of a summary."""
         return summary[-1:]
 
     @property
@@ -120,11 +122,6 @@ class Recurrence:
         state = F.pad(torch.eye(K, device=k.device).expand(*v.shape[:2], K, K), (V, 0))
         found = delta_scan(k, k, F.pad(v, (0, K)), self.beta, self.log_f, state=state).state
         return found[..., V:] - state[..., V:], found[..., :V]
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Return the tensor in float32, or in float64 if it is that."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def scan_weights(q_BHTK: Tensor, k_BHSK: Tensor, log_f_BHTF: Tensor | None, beta_BHT1: Tensor | None) -> Tensor:
@@ -165,7 +162,7 @@ def outer_sums(k_BHTK: Tensor, v_BHTV: Tensor, with_sum: bool) -> Tensor:
 
 
 @without_autocast
-def decayed_sum(k_BGTK: Tensor, v_BHTV: Tensor, log_f_BHTF: Tensor, *, of_values: bool) -> tuple[Tensor, Tensor]:
+def decayed_outer_sums(k_BGTK: Tensor, v_BHTV: Tensor, log_f_BHTF: Tensor, *, of_values: bool) -> tuple[Tensor, Tensor]:
     """Return the sum of the log decays `[B, H, F, 1]`, and the state that these tokens alone make.
 
     If the decays are those `of_values` the sum is `[B, H, 1, V]`.

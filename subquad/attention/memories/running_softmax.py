@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from subquad.ops import running_softmax
 from subquad.ops.backends import without_autocast
+from subquad.ops.precision import widened
 from subquad.ops.softmax import EMPTY
 
 Tensors = tuple[Tensor, ...]
@@ -53,7 +54,7 @@ class RunningSoftmax:
         shares_BHTSL = logits_BHSL[:, :, None].masked_fill(future_TS1, -torch.inf).softmax(-2)
         return torch.einsum("bhtl,bhtsl->bhts", p_BHTL, shares_BHTSL).to(v_BHSV.dtype) @ v_BHSV
 
-    # Between ranks: a summary is the state of these tokens alone.
+    # Between ranks, a summary is the state of these tokens alone.
 
     def summary(self) -> Tensors:
         """Return the log-normalisers and means of these tokens."""
@@ -67,7 +68,7 @@ class RunningSoftmax:
         return lse_BHL, share_1 * mean_1 + share_2 * mean_2
 
     def begin(self, summary: Tensors) -> Tensors:
-        """Return the state that a summary is."""
+        """Return the state of a summary."""
         return summary
 
 
@@ -99,9 +100,3 @@ def is_future(tokens: int, device: torch.device) -> Tensor:
 def real_rows(x_BHSL: Tensor, mask_BS: Tensor | None, fill: float) -> Tensor:
     """Return `x` with `fill` in the rows of padding."""
     return x_BHSL if mask_BS is None else x_BHSL.masked_fill(~mask_BS[:, None, :, None], fill)
-
-
-def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors in float32, or in float64 if one of them is float64."""
-    wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
-    return tuple(x.to(wide) for x in tensors)

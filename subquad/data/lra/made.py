@@ -273,7 +273,7 @@ def main() -> None:
             sys.stdout.write(f"{number}\n")
             sys.stdout.flush()
     except BrokenPipeError:
-        os._exit(1)  # the parent is gone: nobody needs more blocks or reads an error
+        os._exit(1)  # the parent process has ended, so no more blocks are needed
     except Exception as error:
         message = f"block {number}: {error}" if isinstance(error, ValueError) else f"block {number}: {error!r}"
         sys.stdout.write(json.dumps({"kind": type(error).__name__, "message": message}) + "\n")

@@ -6,8 +6,8 @@ then short snakes fill the rest. One disc marks the start of a long snake, the o
 or of the other one (label 0).
 
 Each stroke begins where the last one points to and ends at a pixel of a circle, drawn with the weight
-`free * cos(min(continuity * turn, 90 degrees))**2`. It is redrawn if it meets another stroke. The latest stroke of
-either snake is not checked against, so long snakes cross in about 30 % of the images of 32 pixels. Images whose snakes
+`free * cos(min(continuity * turn, 90 degrees))**2`. It is redrawn if it meets another stroke, other than the
+latest of either snake, so long snakes cross in about 30 % of the images of 32 pixels. Images whose snakes
 get stuck are dropped; since most do, the long snakes of many images grow at once. Letters: A images begun at once.
 """
 

@@ -92,7 +92,7 @@ def audit(
     with _same_random_state(model):
         audited, arithmetic = _prepare(model, adapter, config, text)
         _compare(audited, tell)
-        arithmetic["band"] = audited.band  # raised since by inputs with more rounding
+        arithmetic["band"] = audited.band  # inputs with more rounding may have raised it
         if arithmetic["weights"] == "float64" and config.dtype == "auto":
             alone = _only_in_float64(audited, config)
             if alone:
@@ -181,7 +181,7 @@ def _prepare(
 def _only_in_float64(audited: checks.Audited, config: AuditConfig) -> list[str]:
     """Return the names of checks that fail in float64 but not in float32, though float32 could show the fault.
 
-    Nobody runs a model in float64, where it may fail because, say, it masks with float32's lowest number.
+    Models are not used in float64, where one may fail because, say, it masks with float32's lowest number.
     """
     failing = [(check.name, Case.from_dict(check.failing)) for check in audited.checks if check.failing]
     if not failing:

@@ -55,7 +55,7 @@ class Audited:
         return next((why for name, why in reasons.items() if self.verdict(name) == "violation"), None)
 
     def within(self, case: Case, worst: float) -> bool:
-        """Return whether rounding explains the difference `worst`; if it seems too large, widen the band by `case`."""
+        """Return whether rounding explains the difference `worst`; above the band, measure it on `case` too."""
         if case.kind != "finite" and math.isfinite(worst) and worst > self.band:
             narrowest = self.probe.narrowest(self.rows)
             self.band = max(self.band, *(self.probe.band([row], narrowest, 0)[0] for row in case.tokens))

@@ -2,7 +2,7 @@
 
     m' = max(m, max_j s_j),   z' = z exp(m - m') + sum_j exp(s_j - m'),   a' = a exp(m - m') + sum_j exp(s_j - m') v_j
 
-over the scores s of a chunk of keys, and `o = a / z` in the end (Rabe and Staats 2021, arXiv:2112.05682, sections 2 and
+over the scores s of a chunk of keys, and `o = a / z` at the end (Rabe and Staats 2021, arXiv:2112.05682, sections 2 and
 3). The backward pass recomputes the weights of each chunk. Besides inputs and outputs about `QUERY_CHUNK * KEY_CHUNK`
 scores exist at once, whatever the batch, the heads and the length.
 

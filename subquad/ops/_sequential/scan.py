@@ -1,7 +1,8 @@
 """The scans token by token, in the memory of one state (as in the Latte paper, arXiv:2402.17512, section 3.3).
 
 For the backward pass the state is kept every `block` tokens, about sqrt(T) of them, and a block's states are recomputed
-from there, so training holds 2 sqrt(T) states. They are float64: in float32, T additions would add up T roundings.
+from there, so training holds 2 sqrt(T) states. They are float64: in float32 the rounding errors of T additions would
+add up.
 
 Shape letters: N batch times heads (of queries and inputs: batch times groups), T tokens, K key channels, V value
 channels, L latents, C tokens of a block. Log decays `[N, T, K, V]` have size 1 along the channels that share them.
@@ -163,7 +164,7 @@ def scan_backward_op(
             dq_NTK[:, t], di_NTK[:, t] = (by_groups(x, tokens.share) for x in (dq_NK, di_NK))
             if log_f_NTKV is None:
                 continue
-            # f r S, with f S at hand: no division by f, which may be zero.
+            # f r S from the known f S, without a division by f, which may be zero.
             dlog_f[:, t] = (r_NKV * decayed_NKV).sum_to_size(N, *log_f_NTKV.shape[2:])
             tokens.decay(r_NKV, t)
     return dq_NTK, di_NTK, dv_NTV, dbeta, dlog_f, r_NKV

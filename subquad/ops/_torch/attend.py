@@ -31,7 +31,7 @@ from subquad.tracing import without_tangents
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 MORE = 8
-"""Channels added to make room for one, so that rows stay aligned."""
+"""Channels that are added where one is needed, so that rows stay aligned."""
 Index = tuple[int, slice, slice]
 """One row of the batch, a range of its heads and a range of its slots."""
 LEAST_ROWS = 32
@@ -50,7 +50,7 @@ def attend(
     if whole and pattern.folded:
         return _by_residue(q_BHTK, k_BHSK, v_BHSV, *pattern.folded, slots.lengths_B, scale, dropout_p)
     if whole and pattern.columns:
-        # No other key is ever seen: take only these, and number them by rank.
+        # Only these keys are ever seen: take them alone, numbered by rank.
         size, last = pattern.columns
         count = T // size * last + max(0, T % size - (size - last))
         rank_S = torch.arange(count, device=q_BHTK.device)
@@ -350,7 +350,7 @@ def _row_calls(pattern: Pattern, T: int, q_pos_BT: Tensor, k_pos_BS: Tensor, lik
 
 
 def fits_in_cache(group: Group) -> bool:
-    """Return True if matrix products in cache suit the group, by the sizes of its tiles."""
+    """Return True if the group's tiles are small enough for matrix products in cache."""
     if group.kind == "empty" or group.places or group.rows < LEAST_ROWS:
         return False
     # The fused kernel skips masked blocks above a long diagonal.
@@ -372,8 +372,7 @@ def tiles_of(group: Group, row: int | None, shape_BHTK: torch.Size) -> Iterator[
 class Workspace:
     """Forward and backward pass of one tile after another in memory that is allocated once.
 
-    The C library returns freed blocks of a megabyte to the system, and fresh pages for each tile would cost as much as
-    its products.
+    Freed blocks of a megabyte go back to the system, and new pages for each tile would take as long as its products.
     """
 
     def __init__(self, bias_CW: Tensor | None, scale: float) -> None:
@@ -399,7 +398,7 @@ class Workspace:
     def forward(self, q_HCK: Tensor, k_HWK: Tensor, v_HWK: Tensor) -> tuple[Tensor, Tensor]:
         """Return outputs and logsumexp of one tile, valid until the next call; every query must see a key."""
         scores_HCW, weights_HCW = self._weights(q_HCK, k_HWK)
-        # The largest weight is exp(largest score - lse): this saves a pass over exponentials.
+        # lse = largest score - log(largest weight), which saves a pass over exponentials.
         lse_HC = scores_HCW.amax(-1).sub_(weights_HCW.amax(-1).log_())
         return torch.bmm(weights_HCW, v_HWK, out=self._block("rows", q_HCK, *q_HCK.shape)), lse_HC
 

@@ -1,4 +1,4 @@
-"""Decays inside the chunks of a piece: scores, and the states that rows read and columns write.
+"""Decays inside the chunks of a piece: of scores, of reads of the state and of writes to it.
 
 With G the sum of log f up to a row, exp(G_i - G_j) is the decay from column j to row i; no exponent is positive:
 
@@ -9,8 +9,8 @@ With decays by channel this is the product of `q_i exp(G_i)` and `k_j exp(-G_j)`
 below -LIMIT, and the product in factors with exponents at most 0 (`PairWeights`) in the rows of a chunk from the first
 such row on: the switch is per row and only looks back, so no row's bits depend on later tokens.
 
-The gradients of q and k are sums over columns and over rows with the same exponentials; decays of value channels need
-nothing else (`scan_by_value.py`).
+The gradients of q and k are sums over columns and over rows with the same exponentials, which decays of value channels
+use too (`scan_by_value.py`).
 
 Queries and keys belong to groups of `share` heads, decays and values to heads. Scores are made once a group unless
 decays differ by channel.
@@ -170,7 +170,7 @@ class Decay:
         sums_MCK = torch.bmm(x_MCC.mT, q_MCK * self.to_row).mul_(self.from_row)
         if self.needs_safe_form is None:
             return sums_MCK
-        # A whole chunk of a head: its late rows reach all columns.
+        # For a head's whole chunk, since its late rows read all columns.
         return torch.where(self.needs_safe_form[:, -1:], self.pairs.over_rows(x_MCC, q_MCK), sums_MCK)
 
     def _dot(self, x_NCK: Tensor, y_MCK: Tensor) -> Tensor:
@@ -180,8 +180,8 @@ class Decay:
     def log_gradient(self, rows_MCF: Tensor, columns_MCF: Tensor, grad_state_MK: Tensor) -> Tensor:
         """Return the gradient of log f from that of its sums G.
 
-        log f_t decays what columns before t, and the state before the chunk, leave to the chunk's end, and what rows
-        from t on read. `grad_state` is the sum over value channels of that state times the gradient of the end's.
+        log f_t decays what rows from t on read, and what columns before t and the state before the chunk contribute to
+        the chunk's end. `grad_state` is the sum over value channels of that state times the gradient of the end's.
         """
         assert self.whole is not None
         start_M1K = (self.whole[..., 0] * grad_state_MK)[:, None]

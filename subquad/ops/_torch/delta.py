@@ -13,16 +13,17 @@ whose inverse, made by substitution, is applied to v and to k exp(G):
 
     u = inverse b v - (inverse b k exp(G)) S
 
-No entry of it exceeds 2 as long as b |k|^2 does not, but sums in these products cancel, and with b = 2 nothing dampens
-their error in later rows. So they are float64, from the scores of keys on, and rounded at the end: keys that differ by
-1e-4 lose no more than token by token. (Decays by channel keep scores of float32, which lose two digits more then: with
-the exponentials of all channels in float64 the forward pass takes 1.6 times as long.) A series of powers of A would be
-wrong by many orders of magnitude. With du the gradient of u, and g of the right-hand side:
+While b |k|^2 is at most 2, so is each entry of the inverse. But the sums in these products cancel, and with b = 2 an
+error does not decay in later rows. So the products are float64, from the scores of the keys on, and are rounded at the
+end: with keys that differ by 1e-4 the error is no larger than token by token. (With decays by channel the scores are
+float32, which loses two more digits in that case: the exponentials of all channels in float64 would make the forward
+pass 1.6 times as slow.) A series of powers of A would be wrong by many orders of magnitude. With du the gradient of u,
+and g of the right-hand side:
 
     (I + diag(b) A)^T g = du,    dv = b g,    db = g (v - (k exp(G)) S - A u),    dA = -(b g) u^T
 
-Only states, u and g follow one another from chunk to chunk: everything else is computed for a piece of several chunks
-in one call (Yang et al. 2024, arXiv:2406.06484; with decays arXiv:2412.06464).
+Only states, u and g are computed chunk after chunk: everything else is computed for a piece of several chunks in one
+call (Yang et al. 2024, arXiv:2406.06484; with decays arXiv:2412.06464).
 
 Shape letters: N batch times heads (of q and k: batch times groups), T tokens, K key channels, V value channels, F = 1
 or K decays, C rows of a chunk, M = P N chunks of a piece.
@@ -43,7 +44,7 @@ from subquad.ops.backends import without_autocast
 from subquad.tracing import without_tangents
 
 CHUNK = 32
-"""Rows of a chunk: in larger ones the systems, products of float64, cost more than a state for each."""
+"""Rows of a chunk: with more rows the float64 systems cost more than the states that are saved."""
 
 
 def _inverse(A_MCC: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ def delta_scan_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return outputs, the final state and, with `save`, the state before each chunk and u."""
     tensors = (q_NTK, k_NTK, v_NTV, beta_NT1, log_f_NTF, state_NKV)
-    # What is not finite in u stays in the state to the end. Elsewhere than on a CPU the test would wait for the device.
+    # What is not finite in u stays in the state to the end. On an accelerator the test would wait for the device.
     careful = state_NKV.device.type != "cpu"
     result = _forward(*tensors, chunk, save=save, careful=careful)
     if not careful and not result[1].isfinite().all():
@@ -111,7 +112,7 @@ def _forward(
         decay, k_wide = Decay(None if log_f_NTF is None else part.gather(log_f_NTF), q, v), k.to(wide)
         inverse = _inverse(decay.scores(k_wide, k_wide).mul_(b)).mul_(b.mT)
         if careful:
-            inverse = inverse.tril_()  # b that is not finite, times zero
+            inverse = inverse.tril_()  # where b is not finite, its product with zero is NaN
         u, reads = (_times(inverse, x, careful=careful) for x in (v, decay.rows(k)))
         here = states[part.places if save else slice(0, part.chunks)]
         here[0].copy_(end_NKV)
@@ -177,7 +178,7 @@ def delta_scan_backward_op(
     r_NKV = states.new_zeros(states.shape[1:]) if grad_state_NKV is None else grad_state_NKV
 
     def visit(part: ChunkGroup) -> None:
-        """Write the gradients of a piece; at its return what it held is free before the next one begins."""
+        """Write the gradients of a piece. The return frees its tensors before those of the next piece are made."""
         nonlocal r_NKV
         q, k, v, b, do, u = (part.gather(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1, grad_NTV, u_NTV))
         decay, k_wide = Decay(None if log_f_NTF is None else part.gather(log_f_NTF), q, v), k.to(wide)

@@ -1,4 +1,4 @@
-"""Block attention on any device and with dropout: gather the keys of each tile, take a dense softmax in it.
+"""Block attention on any device and with dropout: gather the keys of each tile, and compute a dense softmax.
 
 Shape letters: B batch, H heads, T queries, S keys, K key channels; N tiles of C queries and W keys.
 """

@@ -150,7 +150,7 @@ def decayed_sum(x_MCL: Tensor, m_MCL: Tensor) -> Tensor:
 
 
 def reverse_decayed_sum(x_MCL: Tensor, m_MCL: Tensor) -> Tensor:
-    """`u_j = sum_{i >= j} x_i exp(m_j - m_i)`: by halves and in reverse, never a total minus a prefix."""
+    """`u_j = sum_{i >= j} x_i exp(m_j - m_i)`, by halves and in reverse: a total minus a prefix would cancel."""
     u_MCL, h = x_MCL.clone(memory_format=torch.contiguous_format), 1
     while h < u_MCL.shape[1]:
         (u_first, u_second), (m_first, m_second) = _halves(u_MCL, h), _halves(m_MCL, h)
@@ -170,17 +170,17 @@ def power_of_two(least: int) -> int:
 
 
 PIECE_ENTRIES = 1 << 17
-"""Rough number of entries `[N, R, L]` of a piece: many rows, but no more than caches hold."""
+"""Rough number of entries `[N, R, L]` of a piece, which fit into a cache."""
 LEAST_ROWS = 128
 
 
-def _pieces(k_NTL: Tensor) -> list[slice]:
+def _piece_spans(k_NTL: Tensor) -> list[slice]:
     N, T, L = k_NTL.shape
     return spans(T, power_of_two(max(LEAST_ROWS, PIECE_ENTRIES // max(1, N * L))))
 
 
-def _whole(x_NRL: Tensor) -> Tensor:
-    """Repeat the last row up to a power of two."""
+def _with_last_row_repeated(x_NRL: Tensor) -> Tensor:
+    """Return `x` with its last row repeated up to a power of two of rows."""
     missing = power_of_two(x_NRL.shape[1]) - x_NRL.shape[1]
     return torch.cat([x_NRL, x_NRL[:, -1:].expand(-1, missing, -1)], 1) if missing else x_NRL
 
@@ -188,14 +188,14 @@ def _whole(x_NRL: Tensor) -> Tensor:
 def reference(k_NRL: Tensor, a_NL: Tensor) -> Tensor:
     """Return what a piece's logits are compared with: the log-normaliser before it or, without one, its first token.
 
-    It depends on the past only, or a later token would change the bits of earlier rows.
+    It depends on the past only: otherwise a later token would change the bits of earlier rows.
     """
     return torch.where(a_NL <= EMPTY, k_NRL[:, 0].clamp(min=EMPTY), a_NL.to(k_NRL.dtype))
 
 
 def _safe(k_NRL: Tensor, a_NL: Tensor) -> tuple[Tensor, Tensor]:
     """Return m and z of a piece with any logits, by halves."""
-    rows, k_NRL = k_NRL.shape[1], _whole(k_NRL)
+    rows, k_NRL = k_NRL.shape[1], _with_last_row_repeated(k_NRL)
     m_NRL = torch.maximum(running_max(k_NRL), a_NL.to(k_NRL.dtype)[:, None])
     z_NRL = decayed_sum((k_NRL - m_NRL).exp_(), m_NRL)
     z_NRL.add_((a_NL[:, None] - m_NRL).exp_().to(k_NRL.dtype))
@@ -211,7 +211,7 @@ def running_logsumexp_op(k_NTL: Tensor, a_NL: Tensor) -> tuple[Tensor, Tensor]:
     logit above it by more than `LIMIT`.
     """
     m_NTL, z_NTL = empty_like(k_NTL), empty_like(k_NTL)
-    for piece in _pieces(k_NTL):
+    for piece in _piece_spans(k_NTL):
         k_NRL, m_NRL, z_NRL = (x[:, piece] for x in (k_NTL, m_NTL, z_NTL))
         if k_NTL.device.type != "cpu":  # the test of the logits would wait for the device
             m, z = _safe(k_NRL, a_NL)
@@ -239,16 +239,16 @@ def _(k, a):  # type: ignore[no-untyped-def]
 def running_logsumexp_backward_op(
     grad_NTL: Tensor, k_NTL: Tensor, a_NL: Tensor, m_NTL: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return gradients of k and the initial log-normaliser from the one of z; m, a mere shift, has none."""
+    """Return the gradients of k and the initial log-normaliser from that of z; the result does not depend on m."""
     dk_NTL = empty_like(k_NTL)
     u_NL = first_NL = None
-    for piece in reversed(_pieces(k_NTL)):
+    for piece in reversed(_piece_spans(k_NTL)):
         rows = piece.stop - piece.start
         m_NRL, grad_NRL = m_NTL[:, piece], grad_NTL[:, piece]
         u_NRL = grad_NRL.flip(1).cumsum(1).flip(1)
         varies_NL = m_NRL[:, 0] < m_NRL[:, -1]
         if m_NRL.device.type != "cpu" or varies_NL.any():
-            whole_NRL = _whole(m_NRL)
+            whole_NRL = _with_last_row_repeated(m_NRL)
             safe_NRL = reverse_decayed_sum(F.pad(grad_NRL, (0, 0, 0, whole_NRL.shape[1] - rows)), whole_NRL)[:, :rows]
             u_NRL = torch.where(varies_NL[:, None], safe_NRL, u_NRL)
         if u_NL is not None and first_NL is not None:

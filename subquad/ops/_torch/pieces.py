@@ -1,7 +1,7 @@
 """Cut a sequence into pieces of several chunks, which the engines compute in one call.
 
-A call costs some microseconds, and torch shares its work among threads from 32,768 entries on: a chunk a call would
-leave one of two cores idle. Only the states between chunks follow one another.
+A call costs some microseconds, and torch uses several threads from 32,768 entries on, so that with one chunk per call
+one of two cores would be idle. Only the states between chunks are computed one after another.
 
 Shape letters: N batch times heads, T tokens, K channels, P chunks of a piece, C rows of a chunk, M = P N.
 """

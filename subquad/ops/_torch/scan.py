@@ -1,7 +1,7 @@
 """Compute the gated scan in chunks, with a hand-written backward pass: memory linear in T, one state per chunk.
 
 Rows of a chunk read earlier chunks through one state, so the work per chunk is three matrix products of C rows. Only
-the states follow one another: everything else is computed for a piece of several chunks in one call.
+the states are computed chunk after chunk: everything else is computed for a piece of several chunks in one call.
 
 Shape letters: N batch times heads (of q and i: batch times groups), T tokens, K key channels, V value channels, F = 1
 or K decays, C rows of a chunk, M = P N chunks of a piece.
@@ -127,7 +127,7 @@ def gated_scan_backward_op(
     r_NKV, r_NK1 = (x.clone(memory_format=torch.contiguous_format) for x in r_end.split([V, int(normalise)], -1))
 
     def visit(part: ChunkGroup) -> None:
-        """Write the gradients of a piece; at its return what it held is free before the next one begins."""
+        """Write the gradients of a piece. The return frees its tensors before those of the next piece are made."""
         q, i, v, do = (part.gather(x) for x in (q_NTK, i_NTK, v_NTV, grad_NTV))
         decay = Decay(None if log_f_NTF is None else part.gather(log_f_NTF), q, v)
         rows = decay.rows(q)

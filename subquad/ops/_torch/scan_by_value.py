@@ -5,9 +5,9 @@ inputs, undecayed and lower-triangular,
 
     o_ic = exp(G_ic) (q_i S)_c + sum_j P_ij v_jc exp(G_ic - G_jc),    P_ij = q_i . i_j  for j <= i
 
-This is the scan of `scan.py` with its two sides exchanged: both are derivatives of a sum in which the pair (q, i) and
-the pair (do, v), do the gradient of the outputs, stand alike. So the products by channel of `Decay` serve here too:
-what are scores there is the gradient of P here, and the outputs here are what the gradient of queries is there.
+This is the scan of `scan.py` with the pairs (q, i) and (do, v) exchanged, where do is the gradient of the outputs: both
+are derivatives of one sum that is symmetric in the two pairs. So the products by channel of `Decay` are used here too:
+its scores are the gradient of P, and its gradient of queries is the outputs.
 
 Shape letters: N batch times heads (of q and i: batch times groups), T tokens, K key channels, V value channels, C rows
 of a chunk, M = P N chunks of a piece.
@@ -89,7 +89,7 @@ def gated_scan_by_value_backward_op(
     r_NKV = r_NKV.clone(memory_format=torch.contiguous_format)
 
     def visit(part: ChunkGroup) -> None:
-        """Write the gradients of a piece; at its return what it held is free before the next one begins."""
+        """Write the gradients of a piece. The return frees its tensors before those of the next piece are made."""
         x = _Inputs(part, q_NTK, i_NTK, v_NTV, log_g_NTV)
         do, out, state = part.gather(grad_NTV), part.gather(out_NTV), part.states_of(states)
         rows = x.decay.rows(do)

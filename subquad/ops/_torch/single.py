@@ -32,7 +32,7 @@ def gated_scan(
     if not normalise:
         return out_N1V, state_NKV
     total_N11 = out_N1V[..., -1:] + eps
-    # A token whose weights sum to zero has no weight at all: its output is zero.
+    # If a token's weights sum to zero they are all zero, and so is its output.
     return out_N1V[..., :-1] / total_N11.masked_fill(total_N11 == 0, torch.inf), state_NKV
 
 

@@ -1,8 +1,9 @@
 """Causal Latte's recurrence in chunks, with a hand-written backward: memory linear in T, one state a chunk.
 
-Chunks are computed some at a time, a piece. Let r be the log-normaliser of all tokens before the piece (in the first
-one, of its first token), E_j = exp(k_j - r) and Z_i = z + sum_{j <= i} E_j, where z and s are the normaliser, in units
-of exp(r), and the mean before the piece. Then token j weighs E_j / Z_i for row i: it is linear attention in chunks,
+Several chunks, a piece, are computed at a time. Let r be the log-normaliser of all tokens before the piece (in the
+first one, of its first token), E_j = exp(k_j - r) and Z_i = z + sum_{j <= i} E_j, where z and s are the normaliser, in
+units of exp(r), and the mean before the piece. Then token j weighs E_j / Z_i for row i: it is linear attention in
+chunks,
 
     o_i = q_i . (z s + sum_{j <= i} E_j (x) v_j),   q_i = p_i / Z_i
 
@@ -62,7 +63,7 @@ class _Normalisers:
     """m and z of the rows `[N, C, L]`, and of the row before the chunk `[N, 1, L]`."""
 
     def __init__(self, k_NCL: Tensor, a_NL: Tensor) -> None:
-        # What rounding a to float32 loses goes into z.
+        # a is float64: z takes up the difference to its rounded value.
         self.m_before = a_NL.to(k_NCL.dtype)[:, None]
         self.z_before = (a_NL[:, None] - self.m_before).exp().to(k_NCL.dtype)
         self.m = torch.maximum(running_max(k_NCL), self.m_before)
@@ -79,8 +80,8 @@ class _Normalisers:
         return (k_NCL - self.m[:, -1:]).exp_().div_(self.z[:, -1:])
 
 
-def _whole(x_NCL: Tensor, fill: float = 0.0) -> Tensor:
-    """Fill the rows up to a power of two."""
+def _filled(x_NCL: Tensor, fill: float = 0.0) -> Tensor:
+    """Return `x` with rows of `fill` up to a power of two of rows."""
     missing = power_of_two(x_NCL.shape[1]) - x_NCL.shape[1]
     return F.pad(x_NCL, (0, 0, 0, missing), value=fill) if missing else x_NCL
 
@@ -90,7 +91,7 @@ def safe_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the outputs of one chunk with any logits, and the log-normaliser (float64) and mean after it."""
     C = k_NCL.shape[1]
-    p, k, v = _whole(p_NCL), _whole(k_NCL, EMPTY), _whole(v_NCV)
+    p, k, v = _filled(p_NCL), _filled(k_NCL, EMPTY), _filled(v_NCV)
     norm = _Normalisers(k, a_NL)
     carry = norm.carry
     after = torch.baddbmm(s_NLV * carry[:, -1, :, None], norm.source(k).mT, v)
@@ -110,7 +111,7 @@ def safe_backward(
 ) -> ChunkGradients:
     """Return the gradients, given `r` and `u` of the state after the chunk. `u_bar` is u / z."""
     C = k_NCL.shape[1]
-    do, p, k, v = _whole(do_NCV), _whole(p_NCL), _whole(k_NCL, EMPTY), _whole(v_NCV)
+    do, p, k, v = _filled(do_NCV), _filled(p_NCL), _filled(k_NCL, EMPTY), _filled(v_NCV)
     norm = _Normalisers(k, a_NL)
     carry, source = norm.carry, norm.source(k)
     weights, share = PairWeights(k, norm.m, p.dtype), p / norm.z
@@ -148,27 +149,24 @@ class _Piece:
         q_PNCL = torch.div(part.rows(p_NTL), total_PNCL, out=torch.empty_like(total_PNCL))
         self.e_MCL, self.total_MCL, self.q_MCL = (x.flatten(0, 1) for x in (e_PNCL, total_PNCL, q_PNCL))
 
-    def forward(self, v_MCV: Tensor) -> Tensor:
-        """Return the outputs."""
-        e_MCL, q_MCL = self.e_MCL, self.q_MCL
-        self.sums_PNLV = v_MCV.new_empty(len(self.z_PNL), *self.s.shape)  # before each chunk, and at the end
-        torch.mul(self.s, self.z_PNL[0, ..., None], out=self.sums_PNLV[0])
-        sums_MLV = self.sums_PNLV[:-1].flatten(0, 1)
+    def forward(self, v_MCV: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the outputs, and log-normalisers and means before each chunk from `first` on and after the piece."""
+        e_MCL, q_MCL, z_PNL = self.e_MCL, self.q_MCL, self.z_PNL
+        sums_PNLV = v_MCV.new_empty(len(z_PNL), *self.s.shape)  # before each chunk, and at the end
+        torch.mul(self.s, z_PNL[0, ..., None], out=sums_PNLV[0])
+        sums_MLV = sums_PNLV[:-1].flatten(0, 1)
         if self.s.shape[1] == 1:
             out_MCV = (e_MCL * v_MCV).cumsum_(1)
-            propagate(self.sums_PNLV.unbind(), out_MCV[:, -1:], None)
-            return out_MCV.add_(sums_MLV).mul_(q_MCL)
-        propagate(self.sums_PNLV.unbind(), torch.bmm(e_MCL.mT, v_MCV), None)
-        return torch.bmm(torch.bmm(q_MCL, e_MCL.mT).tril_(), v_MCV).baddbmm_(q_MCL, sums_MLV)
-
-    def states(self, first: int) -> tuple[Tensor, Tensor]:
-        """Return log-normalisers and means before the chunks from `first` on and, at last, after the piece."""
-        z_PNL = self.z_PNL[first:]
-        a_PNL = z_PNL.to(self.a.dtype).log().add_(self.reference_NL)
-        s_PNLV = self.sums_PNLV[first:].div_(z_PNL[..., None])
+            propagate(sums_PNLV.unbind(), out_MCV[:, -1:], None)
+            out_MCV.add_(sums_MLV).mul_(q_MCL)
+        else:
+            propagate(sums_PNLV.unbind(), torch.bmm(e_MCL.mT, v_MCV), None)
+            out_MCV = torch.bmm(torch.bmm(q_MCL, e_MCL.mT).tril_(), v_MCV).baddbmm_(q_MCL, sums_MLV)
+        a_PNL = z_PNL[first:].to(self.a.dtype).log().add_(self.reference_NL)
+        s_PNLV = sums_PNLV[first:].div_(z_PNL[first:, ..., None])
         if first == 0:
             a_PNL[0], s_PNLV[0] = self.a, self.s  # z may be zero before the first token
-        return a_PNL, s_PNLV
+        return out_MCV, a_PNL, s_PNLV
 
     def backward(self, do_MCV: Tensor, v_MCV: Tensor, s_PNLV: Tensor, r_NLV: Tensor, u_NL: Tensor) -> ChunkGradients:
         """Return the gradients, given the means before each chunk, and `r` and `u` of the state after the piece."""
@@ -178,7 +176,7 @@ class _Piece:
         torch.div(r_NLV, z_PNL[-1, ..., None], out=r_PNLV[-1])
         r_MLV = r_PNLV[1:].flatten(0, 1)
         if r_NLV.shape[1] == 1:
-            # Two tensors as large as v are alive at a time, which is what peak memory is made of.
+            # At most two tensors as large as v exist at a time: they determine peak memory.
             dp_MCL = (e_MCL * v_MCV).cumsum_(1).add_(sums_MLV).mul_(do_MCV).sum(-1, keepdim=True)
             # Sums over later rows start from the end: a total minus a prefix would cancel.
             dx_MCV = do_MCV.flip(1).mul_(q_MCL.flip(1)).cumsum_(1).flip(1)
@@ -218,19 +216,19 @@ def running_softmax_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return outputs, the last log-normaliser (float64) and mean, and, if `save`, both before each chunk.
 
-    Kept ones have shape `[chunks, N, L (, V)]`. A token adds `own` times its own value to its output.
+    Saved states have the shape `[chunks, N, L (, V)]`. A token adds `own` times its own value to its output.
     """
     (N, T, L), V = k_NTL.shape, v_NTV.shape[-1]
     out_NTV = empty(v_NTV, N, T, V)
     kept = -(-T // chunk) if save else 0
     normalisers, means = a_NL.new_empty(kept, N, L), empty(s_NLV, kept, N, L, V)
     on_cpu = v_NTV.device.type == "cpu"  # elsewhere the test of the logits would wait for the device
-    for part in _pieces(k_NTL, v_NTV, chunk):
+    for part in _piece_groups(k_NTL, v_NTV, chunk):
         v_MCV = part.gather(v_NTV)
         if on_cpu:
             piece = _Piece(part, p_NTL, k_NTL, a_NL, s_NLV)
-            out_MCV, late_NT = piece.forward(v_MCV), piece.late_NT
-            a_PNL, s_PNLV = piece.states(0 if save or late_NT is not None else -1)
+            late_NT = piece.late_NT
+            out_MCV, a_PNL, s_PNLV = piece.forward(v_MCV, 0 if save or late_NT is not None else -1)
         else:  # pieces of one chunk
             late_NT, span = None, slice(part.start, part.stop)
             out_MCV, *after = safe_forward(p_NTL[:, span], k_NTL[:, span], v_MCV, a_NL, s_NLV)
@@ -247,8 +245,8 @@ def running_softmax_op(
     return out_NTV, a_NL.clone(), s_NLV.clone(), normalisers, means
 
 
-def _pieces(k_NTL: Tensor, v_NTV: Tensor, chunk: int) -> list[ChunkGroup]:
-    # Without products a chunk needs no company, and rows of one chunk are not copied.
+def _piece_groups(k_NTL: Tensor, v_NTV: Tensor, chunk: int) -> list[ChunkGroup]:
+    # Without matrix products several chunks in one call gain nothing, and rows of a single chunk need no copy.
     if k_NTL.shape[-1] == 1 or k_NTL.device.type != "cpu":
         return [ChunkGroup(p.start, p.stop, 1, p.stop - p.start, n) for n, p in enumerate(spans(k_NTL.shape[1], chunk))]
     return chunk_groups(k_NTL, chunk, max(chunk, k_NTL.shape[-1], v_NTV.shape[-1]))
@@ -265,7 +263,7 @@ def _replace_late(
 ) -> None:
     """Compute late rows, and the states after a chunk with late rows, in the safe form.
 
-    For all heads: the shapes, and so the bits of one head, must not depend on other heads' logits.
+    This is done for all heads: the shapes, and so the bits of a head, must not depend on other heads' logits.
     """
     begun = False
     for n, span in enumerate(part.spans()):
@@ -314,7 +312,7 @@ def running_softmax_backward_op(
     if grad_a_NL is not None:
         u_NL = u_NL - grad_a_NL.to(u_NL.dtype)
     on_cpu = v_NTV.device.type == "cpu"
-    for part in reversed(_pieces(k_NTL, v_NTV, chunk)):
+    for part in reversed(_piece_groups(k_NTL, v_NTV, chunk)):
         a_PNL, s_PNLV = normalisers[part.places], means[part.places]
         after, late_N = (r_NLV, u_NL), torch.ones_like(u_NL[:, 0], dtype=torch.bool)
         if on_cpu:
@@ -331,7 +329,7 @@ def running_softmax_backward_op(
             del gradients  # before the next piece's are made
             late_N = late_N & False if piece.late_NT is None else piece.late_NT[:, -1]
         if not on_cpu or late_N.any():
-            # A head's whole piece, as R and U mix all its rows: gradients need not be causal to the bit.
+            # For a head's whole piece, since R and U sum over its rows: a gradient's bits may depend on later tokens.
             for span, a_NL, s_NLV in zip(reversed(part.spans()), a_PNL.flip(0), s_PNLV.flip(0), strict=True):
                 do, p, k, v = (x[:, span] for x in (grad_NTV, p_NTL, k_NTL, v_NTV))
                 gradients = safe_backward(do, p, k, v, a_NL, s_NLV, *after)

@@ -21,9 +21,9 @@ from subquad.ops.slots import SCHEMA, Starts
 from subquad.tracing import without_tangents
 
 FAR = 1 << 28
-"""Farther than any position, and small enough for sums of a few in 32 bits."""
+"""Larger than any position, and small enough that sums of a few fit into 32 bits."""
 SPLIT_KEYS = 4096
-"""Most keys that one program walks over for a single token: longer walks are split, to fill the device."""
+"""Most keys that one program reads for a single token: more are split among programs, to fill the device."""
 
 
 class Range(NamedTuple):
@@ -105,7 +105,7 @@ SIZES: dict[tuple[int, int], tuple[Sizes, ...]] = {
 """By bytes per entry and most channels per head; never by the length, so that a new length doesn't recompile.
 
 The first that fits into the shared memory of a block is taken: 227 KiB on an H100 or H200, 163 on an A100, 99 on
-consumer cards. Chosen by the compiler's output (docs/gpu.md): registers hardly spill, and products are not serialised.
+consumer cards. Chosen by the compiler's output (docs/gpu.md): few registers spill, and products are not serialised.
 """
 MOST_CHANNELS = max(channels for _, channels in SIZES)
 """Most key or value channels per head."""
@@ -160,7 +160,7 @@ class Call:
             kind = tl.float32  # the interpreter has no arithmetic in bfloat16
         # Gradients of scores may exceed the range of float16, but not of tf32, which has the same precision.
         wide = {"GRAD_TYPE": tl.float32 if self.dtype == torch.float16 else kind} if backward else {}
-        # Loads of less than 4 bytes are not asynchronous: those ahead would lie in registers, and spill them.
+        # Loads of less than 4 bytes are not asynchronous: loads ahead would take registers, which would spill.
         narrowest = min(self.K_unit, self.V_unit) * self.dtype.itemsize
         return {
             "K": self.K,
@@ -247,9 +247,9 @@ def block_attention_triton(
 
 
 def _decode(call: Call, B: int, H: int, V: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attend one token: the heads that share keys are the rows of a tile, and a long walk over keys is split.
+    """Attend one token: the rows of a tile are the heads that share keys, and many keys are split among programs.
 
-    With a tile per head all rows but one would be empty, and the shared keys would be read once per head.
+    With a tile per head all rows except one would be empty, and the shared keys would be read once per head.
     """
     tiles, parts, shared = call.sizes.decode, -(-call.reach // SPLIT_KEYS), H // call.G
     q = call.inputs[0]

@@ -80,7 +80,7 @@ def logsumexp(m, z, NATURAL: tl.constexpr):
 def row_slots(lengths, q_starts, k_starts, q_docs, b, queries, keys, q_start, k_start):
     """Return, for queries and then keys, the position of slot 0 and the slots `[first, stop)` that hold a token.
 
-    Starts and lengths by row are read here, not on the host: no launches, and a CUDA graph reads those of its replay.
+    Starts and lengths by row are read on the device: no launch is needed, and a replayed CUDA graph reads new ones.
     """
     q_first, q_stop, k_stop = 0, queries, keys
     if q_starts is not None:
@@ -99,7 +99,7 @@ def row_slots(lengths, q_starts, k_starts, q_docs, b, queries, keys, q_start, k_
 def walk(lo, hi, real, start, first, stop, slots):
     """Return the ranges in slots, the slots that a walk over all of them covers, and the slots within every range.
 
-    A row that is not real gets an empty range, so no tile is within every range, and all are masked.
+    A row that is not real gets an empty range, so that all tiles are masked.
     """
     lo, hi = tl.maximum(lo - start, first), tl.where(real, tl.minimum(hi - start, stop), 0)
     return lo, hi, tl.min(tl.where(lo < hi, lo, slots), 0), tl.max(hi, 0), tl.max(lo, 0), tl.min(hi, 0)

@@ -28,7 +28,7 @@ class Card(NamedTuple):
 
 
 HOPPER = Card((9, 0), 227 * 1024)
-"""An H100 or H200, which the interpreter stands for."""
+"""An H100 or H200, whose limits the interpreter takes."""
 
 
 def card(device: torch.device) -> Card:
@@ -42,7 +42,7 @@ def card(device: torch.device) -> Card:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors a GPU has; the interpreter stands for an H100."""
+    """Return how many multiprocessors a GPU has; for the interpreter, an H100's number."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 

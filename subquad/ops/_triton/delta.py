@@ -35,13 +35,13 @@ STEP = ("K", "V", "DECAY", "SHARE", "BLOCK_K", "BLOCK_V", "num_warps")
 
 
 def triangle_shape(precision: str) -> tuple[int, int]:
-    """Return the shape of what a chunk keeps of its triangle: X, in float32 followed by A."""
+    """Return the shape of a chunk's saved triangle: X, followed by A in float32."""
     rows = TILES[precision, False].rows
     return (2 if precision == "ieee" else 1) * rows, rows
 
 
 class DeltaInputs(Inputs):
-    """Tensors of a delta scan. `v` becomes u once that is known: from then on they are those of a gated scan."""
+    """Tensors of a delta scan. Once u is known it replaces `v`, and they are those of a gated scan."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_f: Tensor | None, mask: Tensor | None
@@ -51,7 +51,7 @@ class DeltaInputs(Inputs):
         plain = self.constants()["PRECISION"] == "ieee"
         most = 32 if self.K <= 128 and not plain else 16
         self.block_v = min(common.tile(self.V), most)
-        # Without tensor cores (`ieee`) the operands of a product lie in registers.
+        # Without tensor cores (`ieee`) the operands of a product are in registers.
         self.warps = (8 if self.K > 128 else 4) * (2 if plain else 1)
         self.v_tiles = -(-self.V // self.block_v)
 

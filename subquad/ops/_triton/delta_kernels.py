@@ -7,9 +7,9 @@ begins with the state S, with G the sums of log f and A the scores of the keys w
 
     x = v - (k exp(G)) S,    (I + A diag(b)) e = x,    so    e = x - X (b x)    with    X = (I + A diag(b))^-1 A
 
-X depends on no state: a first kernel computes it for all chunks in parallel, and the walk, the only sequential part,
-multiplies. X is bounded where the scan is (an entry is how much of one key the tokens between leave in another), and
-it comes from substitution, never from powers of A, which are not bounded. Backward, with R the gradient of the state
+X does not depend on the state: a first kernel computes it for all chunks in parallel, and the walk, the only sequential
+part, multiplies by it. X is bounded where the scan is, and it is computed by substitution, since powers of A are not
+bounded. Backward, with R the gradient of the state
 after a chunk and du that of u, the same X serves transposed:
 
     g = (I + diag(b) A)^-T du = du - X^T (b du),    dv = b g,    db = g . e
@@ -119,10 +119,10 @@ def triangle_kernel(
 
 @triton.jit
 def solved(x_CV, b_C1, X, at, row_C, TRANSPOSED: tl.constexpr, REFINE: tl.constexpr, PRECISION: tl.constexpr):
-    """Return `x - X (b x)`, TRANSPOSED `x - X^T (b x)`, by X of chunk `at`; REFINE: and what A finds missing.
+    """Return `x - X (b x)`, TRANSPOSED `x - X^T (b x)`, by X of chunk `at`; REFINE: one step of iterative refinement.
 
-    For equal keys and b = 2 the roundings of X add up with those of the state from chunk to chunk; the correction, X of
-    the residual, takes them back to those of a substitution.
+    For equal keys and b = 2 the rounding errors of X and of the state add up from chunk to chunk; the correction, X
+    times the residual, reduces them to those of a substitution.
     """
     C: tl.constexpr = row_C.shape[0]
     X += at * (1 + REFINE) * C * C + row_C[:, None] * C + row_C[None, :]
@@ -146,7 +146,7 @@ def solved(x_CV, b_C1, X, at, row_C, TRANSPOSED: tl.constexpr, REFINE: tl.conste
 def decay_to_end(log_f, stride_t, mask, n, H, T, start, row_C, k_K, K: tl.constexpr, DECAY: tl.constexpr):
     """Return the decays from each row to the chunk's end, `[C]` or `[C, K]`: sums of the later rows' logarithms.
 
-    Of a tile of all key channels registers hold running sums, but not the products that `decays` makes of them.
+    For a tile of all key channels the registers hold running sums, but not also the products in `decays`.
     """
     real_C = real_rows(mask, n, H, T, start, row_C + 1) & (row_C < row_C.shape[0] - 1)
     g = read_decay(log_f + start * stride_t, row_C + 1, stride_t, k_K, real_C, K, DECAY)

@@ -132,7 +132,7 @@ def block_starts(
     m, z, u_V = tl.full([], EMPTY, tl.float32), tl.full([], 1.0, tl.float64), tl.zeros([VALUES], tl.float32)
     if lse is not None:
         a = tl.load(lse + n)
-        m = a.to(tl.float32)  # what rounding loses goes into z
+        m = a.to(tl.float32)  # z takes up the rounding error
         z = tl.exp((a - m.to(tl.float64)).to(tl.float32)).to(tl.float64)
         u_V = tl.load(mean + n.to(tl.int64) * V + v_V, mask=here_V, other=0.0).to(tl.float32) * z.to(tl.float32)
     base = n.to(tl.int64) * segments

@@ -40,7 +40,7 @@ TILES = {
     ("ieee", True): Tiles(32, 32, 32, 32, 8, 32, 32, 8),
 }
 """By the operands of products (see scan_kernels.py) and whether each key channel has its own decay, which takes
-registers. Without tensor cores (`ieee`) the operands of a product lie in registers too."""
+registers. Without tensor cores (`ieee`) the operands of a product are in registers too."""
 BELOW_HOPPER = TILES | {
     ("bf16", False): Tiles(64, 64, 64, 128, 4, 64, 32, 8),
     ("bf16", True): Tiles(64, 64, 64, 64, 8, 32, 32, 8),
@@ -119,7 +119,7 @@ def fit(channels: int, most: int) -> tuple[int, int]:
 
 
 def chunks_per_segment(programs: int, chunks: int, at_once: int) -> int:
-    """Return into segments of how many chunks to cut the walks, so that few programs still fill the device.
+    """Return the number of chunks per segment into which walks are cut, so that few programs fill the device.
 
     `programs` is how many walk over uncut sequences of `chunks`, and `at_once` how many run at once. A cut walks over
     all chunks twice, adds up the segments one after another, and launches once more, about as long as `LAUNCH` chunks.

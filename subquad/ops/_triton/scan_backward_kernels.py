@@ -65,7 +65,7 @@ def inside_gradients(
     """Return gradients of q and i, with the part inside the chunk added to the one through states, and of log f.
 
     A row's product with itself has no decay. In log f's gradient, a difference of sums, it would cancel up to rounding,
-    so it is left out before: no sum of products stands against another that contains it.
+    so it is left out of both sums.
     """
     q_CK, i_CK = q_CK.to(tl.float32), i_CK.to(tl.float32)
     own_CC = row_C[:, None] == row_C[None, :]

@@ -2,10 +2,10 @@
 
     S_t = f_t * S_{t-1} + i_t (x) v_t,    o_t = q_t S_t,    or over  q_t . z_t + eps  with  z_t = f_t * z_{t-1} + i_t
 
-A first kernel walks over the chunks in order, if heads are few in several segments at a time, and stores the state at
-the start of each: this is the only sequential part. A second kernel then computes all chunks in parallel: the state's
-part of each output plus the scores inside the chunk times its values. The backward pass walks from the last chunk to
-the first and stores gradients of states.
+A first kernel walks over the chunks in order and stores the state at the start of each; with few heads it walks over
+several segments at a time. This is the only sequential part. A second kernel then computes all chunks in parallel: the
+state's part of each output plus the scores inside the chunk times its values. The backward pass walks from the last
+chunk to the first and stores gradients of states.
 
 Matrix products round their operands as tensor cores do (PRECISION): `bf16` for bfloat16 inputs; `tf32` for float16,
 because sums over a long past leave float16's range; `ieee` for plain float32. Accumulators are always float32.
@@ -22,7 +22,7 @@ import triton.language as tl
 
 from subquad.ops._triton import common
 
-FORGET_ALL = tl.constexpr(-1e4)  # exp of it is 0, and sums of it stay finite: -inf - (-inf) would be NaN
+FORGET_ALL = tl.constexpr(-1e4)  # its exp is 0 and its sums are finite: -inf - (-inf) would be NaN
 INTERPRETED = tl.constexpr(common.INTERPRETED)
 LENGTHS = [
     "T",
@@ -118,7 +118,7 @@ def real_rows(mask, n, H, T, start, row_C):
 
 @triton.jit
 def read(x, row_C, stride_t, channel_L, real_C, LENGTH: tl.constexpr):
-    """Load rows `[C, L]`, zeros at missing tokens and channels: what padding holds, NaN included, enters no product."""
+    """Load rows `[C, L]`, zeros at missing tokens and channels, so that padding, even NaN, enters no product."""
     pointers = x + row_C[:, None] * stride_t + channel_L[None, :]
     x_CL = tl.load(pointers, mask=real_C[:, None] & (channel_L < LENGTH)[None, :], other=0.0)
     if INTERPRETED:
@@ -216,7 +216,7 @@ def levels(C):
 def halving(q_CK, i_CK, g_CK, row_C, level, PRECISION: tl.constexpr):
     """Prepare the products between the two halves of each block of 2h rows, h = 2^level, for decays by channel.
 
-    With one decay per channel the scores are no single product: exp(G_i - G_j) = exp(G_i) exp(-G_j) overflows in its
+    With one decay per channel the scores are not a single product: exp(G_i - G_j) = exp(G_i) exp(-G_j) overflows in its
     second factor. Seen from the border between the halves both factors are at most 1: a row of the second half is
     decayed from the border to the row, a row of the first half from the row to the border. Over all levels each pair of
     different rows meets exactly once.
@@ -268,9 +268,9 @@ def scores_and_sums(
 ):  # fmt: skip
     """Return one chunk's scores `[C, C]`, zero above the diagonal, and its rows' products with S `[C, V]` and z `[C]`.
 
-    The rows are queries, and S and z stand at the chunk's start; with BACKWARD they are inputs, and S is the gradient
-    of the state at the chunk's end. Without `states` S is zero. K is walked in blocks of BLOCK_K, so that no tile
-    outgrows the registers.
+    The rows are queries, and S and z those at the chunk's start; with BACKWARD the rows are inputs, and S is the
+    gradient of the state at the chunk's end. Without `states` S is zero. K is read in blocks of BLOCK_K, so that tiles
+    fit into registers.
     """
     C: tl.constexpr = row_C.shape[0]
     scores_CC = tl.zeros([C, C], tl.float32)
@@ -319,8 +319,9 @@ def states_kernel(
     (divided by the totals with NORMALISE), and stores the gradient of the state at each chunk's end. A program owns a
     tile [BLOCK_K, BLOCK_V] of the state for the whole walk, so the state stays in registers; tiles are independent.
 
-    Segments of `per` chunks, numbered as walked, run at the same time: each starts from `first` and the `sums` and
-    `products` of decays of those before it, which a launch with SUMS stores, of walks from zero, and nothing else.
+    Segments of `per` chunks, numbered in the order of the walk, run at the same time: each starts from `first` and, for
+    the segments before it, the `sums` and the `products` of decays. A launch with SUMS stores only these, by walks that
+    start from zero.
     """
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -360,7 +361,7 @@ def states_kernel(
         chunk = chunks - 1 - step if BACKWARD else step
         start = chunk * C
         at = n.to(tl.int64) * chunks + chunk
-        if not SUMS:  # as the operand that the outputs' kernel will read; the walk goes on with the float32 accumulator
+        if not SUMS:  # rounded as the outputs' kernel reads it; the walk continues with the float32 accumulator
             kept = states + at * K * V + k_K[:, None] * V + v_V[None, :]
             tl.store(kept, operand(state_KV, PRECISION), mask=inside_KV)
         real_C = real_rows(mask, n, H, T, start, row_C)
@@ -409,8 +410,8 @@ def outputs_kernel(
 ):  # fmt: skip
     """Compute one chunk's outputs and totals: the sums of weights plus eps, or infinity if that is zero.
 
-    An infinite total makes the output of a token without any weight zero, and its gradients finite. With DELTA, v may
-    have overflowed from some row on, which leaves earlier rows their bits.
+    With an infinite total, a token whose weights are all zero has output zero and finite gradients. With DELTA, v may
+    have overflowed from some row on; the bits of earlier rows do not change.
     """
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     chunks = tl.cdiv(T, C)
@@ -454,7 +455,7 @@ def step_kernel(
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, SHARE: tl.constexpr, NORMALISE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute one token's output and the state after it, in one launch: decoding waits for launches, not arithmetic."""
+    """Compute one token's output and the state after it. A single launch, since these take most of a decoding step."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     W: tl.constexpr = V + NORMALISE
     v_tile, n = tl.program_id(0) % V_TILES, tl.program_id(0) // V_TILES

@@ -73,8 +73,8 @@ class Tiles(NamedTuple):
     def of(cls, L: int, V: int, dtype: torch.dtype, device: torch.device) -> Tiles:
         """Return the tiles for head sizes, dtype and card; they never depend on T, so a new length doesn't recompile.
 
-        In float32, without tensor cores, operands of products lie in registers: tiles are small. So do those of tensor
-        cores before Hopper's: chunks are shorter, and gradients fetch nothing ahead, which takes registers.
+        In float32, without tensor cores, operands of products are in registers, so tiles are small. On cards before
+        Hopper those of tensor cores are too: chunks are shorter, and gradients load nothing ahead.
         """
         count, latents = common.multiprocessors(device), min(common.tile(L), 64)
         values = min(common.tile(V), PRECISIONS[dtype].values)
@@ -85,10 +85,10 @@ class Tiles(NamedTuple):
 
 
 def chunks_per_segment(programs: int, chunks: int, at_once: int) -> int:
-    """Return into segments of how many chunks to cut sequences, so that whole waves of programs fill the device.
+    """Return the number of chunks per segment into which sequences are cut, so that full waves of programs run.
 
-    `programs` is how many walk over uncut sequences of `chunks`, and `at_once` how many run at once. A cut reads keys
-    and values in a pass of its own, about a third of the outputs' work, and so has to save more than that.
+    `programs` is how many walk over uncut sequences of `chunks`, and `at_once` how many run at once. Cut
+    sequences need another pass over keys and values, about a third of the outputs' work, so a cut has to save more.
     """
     best, per = 3 * triton.cdiv(programs, at_once) * chunks, max(1, chunks)
     for waves in range(1, 5):
@@ -142,8 +142,8 @@ class Plan(NamedTuple):
 
     def sizes(self, *tensors: Tensor, stages: int = 2) -> dict[str, Any]:
         """Return the constants of head sizes and strides that are built into the kernels over segments."""
-        # If head sizes are no multiples of 16, strides are for some T only, and a promise that changes with T would
-        # recompile.
+        # If head sizes are not multiples of 16, strides are so only for some T, and a constant that changes with T
+        # would recompile.
         whole = self.V % 16 == 0 and self.L % 16 == 0
         return {
             "L": self.L,
@@ -164,7 +164,7 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """Return an empty tensor in the layout of x, so a layer joins heads without a copy; channels lie side by side."""
+    """Return an empty tensor in the layout of x with contiguous channels: a layer then joins heads without a copy."""
     y = torch.empty_like(x)
     return y if y.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -175,7 +175,7 @@ def parts_of(x: Tensor, count: int) -> Tensor:
 
 
 def add_parts(parts: Tensor, x: Tensor) -> None:
-    """Sum the parts from `parts_of` into x; with one part it is x already."""
+    """Sum the parts from `parts_of` into x; a single part is x itself."""
     if len(parts) > 1:
         x.copy_(parts.sum(0))
 

@@ -75,7 +75,7 @@ def query_gradients(
         dp_CL, end_L = tl.zeros([CHUNK, LATENTS], tl.float32), tl.zeros([LATENTS], tl.int32)
         carry_CL = dp_CL
         r_L = first_reference(k, mask, n, heads, chunk * CHUNK, k_t, l_L, m_L, tokens, L)
-        # Once in most chunks. No branch for those: it would define operands in two arms.
+        # Runs once in most chunks, without a branch for them, which would define operands twice.
         more = chunk * CHUNK < tokens
         if more:  # always true: see `outputs`
             while more:
@@ -85,8 +85,8 @@ def query_gradients(
                 more = tl.min(end_L, 0) < CHUNK
                 if more:
                     r_L = reference(k_CL, m_L, end_L)
-        # R in every segment, and before dp, whose product ends R's: in a branch, or in flight beside U's, its operand
-        # in registers would have all products run in series.
+        # R is computed in every segment, and before dp, whose product waits for R's: in a branch, or at the same time
+        # as U's, its operand in registers would serialise all products.
         p_CL, into_L = read(p, t_C, p_t, l_L, real_C, L).to(tl.float32), tl.exp(begin_L - m_L)
         r_LV += dot(tl.trans(p_CL * carry_CL * into_L[None, :]), do_CV, WIDE, PRECISION)
         dp_CL += dot(do_CV, tl.trans(u_LV), WIDE, PRECISION) * carry_CL

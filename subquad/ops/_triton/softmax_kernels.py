@@ -4,8 +4,8 @@ A state is, for each latent, m = the largest logit so far, z = sum_j exp(k_j - m
 z are kept apart because k - logsumexp would be a difference of rounded large numbers. There are three passes: the sums
 of each segment, the states before segments, the outputs.
 
-Why two levels: the segments of a sequence run in parallel, and the chunks of a segment one after another with U in
-registers. So one state per segment is written, not one per chunk, and none if the heads alone fill the device.
+There are two levels: the segments of a sequence run in parallel, and the chunks of a segment one after another with U
+in registers. So one state per segment is written, not one per chunk, and none if the heads alone fill the device.
 
 The weight of token j for row i of a latent is exp(k_j) / sum_{s <= i} exp(k_s). Inside a chunk it is computed against a
 reference r that no later row can change, the running maximum at the chunk's first row:
@@ -13,9 +13,9 @@ reference r that no later row can change, the running maximum at the chunk's fir
     e_j = exp(k_j - r),   Z_i = exp(m - r) z + sum_{j <= i} e_j,   w_ij = e_j / Z_i
 
 with m and z of the tokens before the chunk: one exponential per entry, and matmuls. This works while no logit exceeds r
-by more than BOUND. A logit that does ends the latent's *window* of rows, and begins the next one as its reference. The
-window of a row follows only from tokens up to that row, and all other windows add exactly zero to the row: a later
-token changes no bit of an earlier one. Most chunks have one window.
+by more than BOUND. A logit that does ends the latent's *window* of rows: the next window begins with it, and it is the
+reference there. The window of a row depends only on tokens up to that row, and all other windows add exactly zero to
+the row, so a later token changes no bit of an earlier one. Most chunks have one window.
 
 Shape letters: C rows of a chunk, L latents, V value channels, as tiles; N batch times heads, G tiles of latents,
 M chunks, S segments of chunks.
@@ -64,7 +64,7 @@ def read(base, t_C, stride_t, x_X, real_C, SIZE: tl.constexpr):
 
 @triton.jit
 def read_logits(base, t_C, stride_t, l_L, real_C, SIZE: tl.constexpr):
-    """Load logits in float32, EMPTY if missing: of no weight beside a real logit, yet finite, as inf - inf is NaN."""
+    """Load logits in float32, EMPTY if missing, which has weight zero but is finite: inf - inf would be NaN."""
     k_CL = read(base, t_C, stride_t, l_L, real_C, SIZE).to(tl.float32)
     return tl.where(real_C[:, None] & (l_L < SIZE)[None, :], k_CL, EMPTY)
 
@@ -133,7 +133,7 @@ def window(k_CL, m_L, z_L, r_L, begin_L, BOUND: tl.constexpr):
     end_L = window_end(k_CL, r_L, begin_L, BOUND)
     inside_CL = (rows_C1 >= begin_L[None, :]) & (rows_C1 < end_L[None, :])
     e_CL = tl.exp(tl.minimum(k_CL - r_L[None, :], BOUND))  # clamped: rows after the window would overflow
-    # Outside the window Z may have no digits left, or be zero.
+    # Outside the window Z may be rounded away, or zero.
     total_CL = tl.where(inside_CL, (z_L * tl.exp(m_L - r_L))[None, :] + tl.cumsum(e_CL, 0), 1.0)
     return e_CL, tl.where(inside_CL, 1.0 / total_CL, 0.0), end_L
 
@@ -200,12 +200,12 @@ def segment_starts(
     u_LV = tl.zeros([LATENTS, VALUES], tl.float32)
     if lse is not None:
         lse_L = tl.load(lse + at_L, mask=here_L, other=EMPTY)
-        m_L = lse_L.to(tl.float32)  # what rounding loses goes into z
+        m_L = lse_L.to(tl.float32)  # z takes up the rounding error
         z_L = tl.exp((lse_L - m_L.to(tl.float64)).to(tl.float32)).to(tl.float64)
         u_LV = tl.load(mean + at_L[:, None] * V + v_V[None, :], mask=here_LV, other=0.0).to(tl.float32)
         u_LV = u_LV * z_L.to(tl.float32)[:, None]
-    # Nothing stands before segment 0. Masks say so, since loads in a branch are not fetched ahead; nor are those of a
-    # loop without products, unless it asks.
+    # Segment 0 has none before it. This is a mask and not a branch, in which loads are not fetched ahead; in a loop
+    # without products they are fetched ahead only on request.
     for segment in tl.range(segments, num_stages=3):
         at_L = (n * segments + segment).to(tl.int64) * L + l_L
         at_LV = at_L[:, None] * V + v_V[None, :]
@@ -339,8 +339,8 @@ def decode(
         else:
             before_L = tl.load(lse + at_L, mask=here_L, other=EMPTY)
             mean_LV = tl.load(mean + at_LV, mask=here_LV, other=0.0).to(tl.float32)
-        # float64: the log-normaliser of a long past must grow by single tokens. The growth itself, log(1 + e), has no
-        # need of it: e = exp(-|k - lse|), whose exponent's rounding is made good.
+        # float64, so that the log-normaliser of a long past still grows by single tokens. The growth itself, log(1 + e)
+        # with e = exp(-|k - lse|), does not need it, since the rounding of the exponent is corrected.
         over_L = k_L.to(tl.float64) - before_L
         gap_L = tl.abs(over_L)
         near_L = gap_L.to(tl.float32)
@@ -350,7 +350,7 @@ def decode(
         e_L = tl.exp(-near_L) * (1.0 - lost_L.to(tl.float32))
         after_L = tl.maximum(before_L, k_L.to(tl.float64)) + log_of_1_plus(e_L).to(tl.float64)
         less_L = e_L / (1.0 + e_L)
-        more_L = 1.0 - less_L  # exactly 1 beside nothing: compiled division is approximate
+        more_L = 1.0 - less_L  # exactly 1 if the other is 0: compiled division is approximate
         keep_L, take_L = tl.where(over_L > 0.0, less_L, more_L), tl.where(over_L > 0.0, more_L, less_L)
         mean_LV = mean_LV * keep_L[:, None] + take_L[:, None] * new_V[None, :]
         out_V += tl.sum(p_L[:, None] * mean_LV, 0)

@@ -23,9 +23,9 @@ class Pattern:
     causal: ClassVar[bool] = True
     """True if no query sees a later key."""
     anchored: ClassVar[bool] = False
-    """True if the keys stand at fixed places, far from the queries: a tile then reads all keys it is given."""
+    """True if the keys are at fixed positions for all queries: a tile then reads all keys that it is given."""
     scattered: ClassVar[bool] = False
-    """True if the key ranges of neighbouring tiles lie anywhere: their keys are then gathered."""
+    """True if the key ranges of neighbouring tiles are not adjacent: their keys are then gathered."""
     may_be_zero: ClassVar[tuple[str, ...]] = ()
     """Fields whose smallest value is 0; for the others it is 1."""
     registry: ClassVar[dict[str, type[Pattern]]] = {}
@@ -91,7 +91,7 @@ class Pattern:
 
     @property
     def period(self) -> int:
-        """Tokens by which queries and keys may move together without a change, except for keys before the first."""
+        """Number of tokens by which queries and keys can be shifted together without changing the pattern."""
         return 1
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:

@@ -44,7 +44,7 @@ class Causal(Pattern):
 class Prefix(Pattern):
     """The first `length` tokens, seen by all queries (their own included, both ways), and causal keys after them.
 
-    Perceiver AR's V1 treats its history so (arXiv:2412.06106, section 4.1).
+    Perceiver AR's V1 uses it for the history (arXiv:2412.06106, section 4.1).
     """
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("length",)
@@ -147,7 +147,7 @@ class Segments(Pattern):
 
     @property
     def offset(self) -> int:
-        """Tokens missing from the first segment."""
+        """Tokens by which the first segment is shorter."""
         return 0
 
     def segment(self, position: Position) -> Position:

@@ -46,7 +46,7 @@ class Sinks(Pattern):
 
     @property
     def offset(self) -> int:
-        """Tokens missing from the first block."""
+        """Tokens by which the first block is shorter."""
         return 0
 
     def block(self, position: Number) -> Number:
@@ -75,7 +75,7 @@ class Sinks(Pattern):
 
 @dataclass(frozen=True)
 class SinkTokens(Sinks):
-    """The first `count` tokens, in blocks of `size` of which the first lacks `offset`, more than `back` blocks before.
+    """The first `count` tokens more than `back` blocks before the query's; the first block is `offset` shorter.
 
     Disjoint from `Segments(size, back)` and, with `offset` = size - shift, from `Shifted(size, back, shift)`.
     """
