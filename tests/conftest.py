@@ -26,6 +26,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import torch
+from _pytest.logging import catching_logs
 from hypothesis import Phase, settings
 
 from subquad.attention.laws import Law
@@ -39,11 +40,6 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 settings.register_profile("local", deadline=None, phases=set(Phase) - {Phase.explain})
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
-
-# pytest attaches its handlers, three times a test, to every logger that does not propagate: torch has 76 of them.
-for name, logger in logging.root.manager.loggerDict.items():
-    if name.startswith("torch") and isinstance(logger, logging.Logger):
-        logger.propagate = True
 
 ROOT = Path(__file__).resolve().parents[1]
 # What is imported and collected stays, so that collections of garbage meanwhile would find nothing.
@@ -59,6 +55,23 @@ frozen_modules = 0
 drawn_before: Any = None
 
 
+def attach_to_root(catching: catching_logs[Any]) -> logging.Handler:
+    """Attach a handler of pytest to the root logger alone.
+
+    pytest looks, six times a test, at each of 700 loggers for those that do not propagate: that takes as long as all
+    else that it does for a test.
+    """
+    if catching.level is not None:
+        return attach(catching)
+    logging.root.addHandler(catching.handler)
+    catching.attached_loggers.append(logging.root)
+    return catching.handler
+
+
+attach = catching_logs.__enter__
+catching_logs.__enter__ = attach_to_root  # type: ignore[method-assign]
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark as slow laws that a class does not name in `laws`, and what another test of the same law nearly covers.
 
@@ -69,6 +82,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if law is None or contract is None or not issubclass(contract, AttentionContract):
         return
     second = contract.__name__.endswith("Bidirectional") and law in (Law.COST, Law.COMPILED, Law.LONG)
+    # What it sends is counted as that of the first form: by what its memories hold.
+    second |= contract.__base__.__name__.startswith("Test") and "what_communication_says" in item.name
     of_an_engine = contract.name in COMPILED or not contract.__module__.startswith("tests.attention")
     same_engine = law is Law.COMPILED and not of_an_engine
     if law not in contract.laws or re.search("inductor|bfloat16", item.name) or second or same_engine:
@@ -121,7 +136,8 @@ def pytest_runtest_teardown() -> None:
     What is imported stays: collections of garbage, of which a training run makes several, then pass it over.
     """
     global frozen_modules
-    logging.getLogger("subquad").setLevel(logging.NOTSET)
+    if logging.getLogger("subquad").level != logging.NOTSET:  # setting it forgets what every logger has looked up
+        logging.getLogger("subquad").setLevel(logging.NOTSET)
     if len(sys.modules) > frozen_modules + 100:
         frozen_modules = len(sys.modules)
         gc.collect()

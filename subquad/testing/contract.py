@@ -173,7 +173,7 @@ class AttentionContract(LawsOfStates):
                     whole = layer(torch.cat([first[b], middle[b][mask[b]], last[b]])[None])[0]
                     assert_same_maths(torch.cat([y[b][mask[b]], after[b]]), whole[0, before:], f"outputs of row {b}")
 
-    @drawn(max_examples=12)
+    @drawn(max_examples=8)
     @given(
         tokens=strategies.integers(1, 300),
         fraction=strategies.floats(0, 1),

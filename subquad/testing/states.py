@@ -21,7 +21,7 @@ from subquad.testing.tools import Compare, assert_exact, assert_same_maths, asse
 class LawsOfStates(Judged):
     """Test that a sequence may be cut anywhere, and test its state."""
 
-    @drawn(max_examples=10)
+    @drawn(max_examples=6)
     @given(cuts=strategies.lists(strategies.integers(0, 70), min_size=1, max_size=4))
     def test_split_anywhere_gives_the_same_result(self, cuts: list[int]) -> None:
         with self.judging(Law.SPLIT) as layer:

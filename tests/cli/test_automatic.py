@@ -99,12 +99,12 @@ def test_the_same_command_resumes_the_run_though_the_text_seems_another(text, tm
     assert report["baselines"]["held_out_bytes"] == report["held_out_bytes"] <= 7_501, "half of 5 %"
 
 
-RECIPES = [name for name in recipes() if name.startswith("stdlib") or name == "tiny"]
+RECIPES = [None, *(name for name in recipes() if name.startswith("stdlib") or name == "tiny")]
 MECHANISMS = [name for name in attention.names() if "causal" in attention.mechanism(name).forms] + ["perceiver_ar"]
 
 
 @pytest.mark.parametrize(("recipe", "names"), [
-    (None, MECHANISMS), *((recipe, MECHANISMS[number :: len(RECIPES)]) for number, recipe in enumerate(RECIPES)),
+    *((recipe, MECHANISMS[number :: len(RECIPES)]) for number, recipe in enumerate(RECIPES)),
     *(pytest.param(recipe, MECHANISMS, marks=pytest.mark.slow) for recipe in RECIPES),
 ])  # fmt: skip
 def test_any_mechanism_works_in_any_recipe(recipe, names):

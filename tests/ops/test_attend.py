@@ -45,7 +45,7 @@ B, H, K = 2, 4, 6
 SOME = [Causal(), Full(), Window(width=5), Segments(size=7, back=2), Prefix(length=13), Suffix(start=13)]
 FORMS = ("reference", "torch", "gathered", "sequential")
 computed = pytest.mark.parametrize("form", FORMS[1:])
-few = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 MASK = mask_with([(9, 25, 6), (0, 33, 7)])
 
 
@@ -126,7 +126,7 @@ def ragged(draw):
 
 
 @computed
-@settings(few, max_examples=40)
+@settings(few, max_examples=20)
 @given(
     pattern=st.sampled_from(PATTERNS),
     where=st.one_of(places(), ragged()),

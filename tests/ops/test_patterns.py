@@ -107,7 +107,7 @@ def test_every_pattern_is_tested_here():
     assert {kind.__name__.lower() for kind in shared_patterns()} == {name.replace(" ", "") for name in KINDS}
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(data=DATA, span=spans(), keys=spans())
 def test_reports_about_a_span_are_true(patterns, data, span, keys):
     pattern = data.draw(patterns)
@@ -128,7 +128,7 @@ def test_reports_about_a_span_are_true(patterns, data, span, keys):
     assert all(start < span[1] for start in starts)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(data=DATA, span=spans(), periods=st.integers(1, 5))
 def test_moving_by_a_period_changes_nothing_but_at_the_first_keys(patterns, data, span, periods):
     pattern = data.draw(patterns)
@@ -158,7 +158,7 @@ def masks_of(groups, truth):
     assert held == list(range(len(truth)))
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     data=DATA,
     q_start=st.integers(0, 50),
@@ -184,7 +184,7 @@ def test_static_groups_hold_every_query_once_and_every_key_it_sees(
         assert group.kind != "causal" or torch.equal(first, torch.ones_like(first).tril())
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(data=DATA, queries=st.integers(1, 150), old=st.integers(0, 60), start=st.integers(-60, 60))
 def test_ragged_groups_hold_every_query_once_and_every_key_it_sees_wherever_rows_start(
     patterns, data, queries, old, start
@@ -274,7 +274,7 @@ def test_draws_are_random():
     assert len(draws(0).unique()) > 25
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(data=DATA, block=st.integers(0, 60))
 def test_draws_in_whole_numbers_are_those_in_tensors(data, block):
     pattern = data.draw(KINDS["random"])
@@ -287,7 +287,7 @@ def test_a_random_pattern_is_causal_without_a_number_of_blocks():
     assert not Random(**shape, blocks=9).causal
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(data=DATA, tokens=st.integers(0, 100))
 def test_entries_are_counted_as_they_are(patterns, data, tokens):
     pattern = data.draw(patterns)

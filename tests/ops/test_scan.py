@@ -40,7 +40,7 @@ SCANS = ("none", "none mean", "head", "head mean", "channel", "channel mean", *D
 MEANS = ("none mean", "head mean", "channel mean", "softmax")
 BACKENDS = ("torch", "reference", "sequential")
 scans = pytest.mark.parametrize("kind", SCANS)
-few = settings(max_examples=10)
+few = settings(max_examples=5)
 lengths = st.one_of(st.integers(0, 10), st.integers(11, 100))
 MASK = mask_with([(9, 25, 6), (0, 33, 7)])
 

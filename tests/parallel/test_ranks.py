@@ -24,7 +24,7 @@ def test_losses_and_gradients_of_a_decoder_add_up(case):
     on_ranks(3, lambda group: cases.a_loss(group, case, 5))
 
 
-@pytest.mark.parametrize(("ranks", "tokens"), [(3, 2), (4, 5)])
+@pytest.mark.parametrize(("ranks", "tokens"), [(3, 2), pytest.param(4, 5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", cases.DECODERS)
 def test_one_process_continues_a_prompt_of_several_ranks(case, ranks, tokens):
     on_ranks(ranks, lambda group: cases.a_prefill(group, case, tokens))
