@@ -16,6 +16,7 @@ from typing import Any
 
 from subquad.adaptation import extension_report
 from subquad.evaluation import drawing
+from subquad.parsing import read_json
 
 RESULTS = Path(__file__).parent / "results"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.convert:
         _keep("convert", collected(chosen.convert))
     for run in chosen.extend:
-        report = _read(run / extension_report.REPORT)
+        report = read_json(run / extension_report.REPORT)
         report["original"] = report["model"]  # not the folder on the measuring machine
         if report["attention"] not in KINDS:
             raise ValueError(f"attention must be {' or '.join(KINDS)}, got {report['attention']!r} in {run}")
@@ -49,14 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _keep(f"extend_{report['attention']}", report)
     if chosen.trials:
         _keep("extend_trials", [trial(run) for run in chosen.trials])
-    drawing.save(picture(_read(RESULTS / "convert.json")), IMAGES / "convert.png")
+    drawing.save(picture(read_json(RESULTS / "convert.json")), IMAGES / "convert.png")
     for kind in KINDS:
-        report = _read(RESULTS / f"extend_{kind}.json")
+        report = read_json(RESULTS / f"extend_{kind}.json")
         extension_report.draw(report).savefig(IMAGES / f"extend_{kind}.png", format="png")
-
-
-def _read(file: Path) -> Any:
-    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def _keep(name: str, values: Any) -> None:
@@ -73,7 +70,7 @@ def collected(folder: Path) -> dict[str, Any]:
     """Return the reports of the four runs, without their training curves."""
     reports = {}
     for name in CONVERTED:
-        report = _read(folder / f"stories-{name}" / "report.json")
+        report = read_json(folder / f"stories-{name}" / "report.json")
         report["stages"] = [{k: v for k, v in stage.items() if k not in LEFT_OUT} for stage in report["stages"]]
         reports[name] = report
     return reports
@@ -81,7 +78,7 @@ def collected(folder: Path) -> dict[str, Any]:
 
 def trial(run: Path) -> dict[str, Any]:
     """Return the values of a trial that the page shows."""
-    report = _read(run / extension_report.REPORT)
+    report = read_json(run / extension_report.REPORT)
     return {"name": run.name, "lr": report["optimizer"]["lr"], **{name: report[name] for name in TOLD}}
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.config import LayersConfig
 from benchmarks.report import Report, Row, described
+from subquad.parsing import read_json
 
 RESULTS = Path(__file__).parent / "results"
 BOTH = ("forward", "forward_backward")
@@ -59,7 +60,7 @@ def kept(report: Report) -> dict[str, Any]:
 
 def keep(file: Path, made: list[dict[str, Any]]) -> None:
     """Write runs to `file`, in place of those of the same machine, before those of others."""
-    there = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    there = read_json(file) if file.is_file() else []
     runs = [*made, *(run for run in there if run["machine"] != made[0]["machine"])]
     file.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
 

@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from subquad import training
 from subquad.bars import progress
 from subquad.config import Record
 from subquad.data import Corpus, TokenShard
@@ -33,8 +34,6 @@ from subquad.training.config import TrainConfig
 from subquad.training.processes import first_process, leave
 from subquad.training.progress import read_metrics, tell
 from subquad.training.report import Report, measure, write_report
-from subquad.training.run import RunResult, train
-from subquad.training.runs import chosen
 from subquad.training.task import count_items, spread
 from subquad.training.tasks_classify import labelled
 from subquad.training.tasks_text import reported_from
@@ -70,7 +69,7 @@ class ProbeEvaluation(Record):
 class RunReport:
     """A training run and what was measured of it at its end."""
 
-    run: RunResult
+    run: training.RunResult
     evaluation: Evaluation | ClassEvaluation | ImageEvaluation | ProbeEvaluation | None = None
     """Measures on held-out data, as in evaluation.json; None for an interrupted run, pretraining, windows that several
     processes share, and other processes than the first."""
@@ -93,14 +92,14 @@ def train_and_report(config: TrainConfig, *, console: Console | None = None) -> 
     An interrupted run is not measured. Of several processes the first measures alone, after all have disconnected from
     each other. Progress goes to `console`, or to the log without one. Raises what `train` raises.
     """
-    result = train(config, console=console)
+    result = training.train(config, console=console)
     leave()
     if result.interrupted or not first_process():
         return RunReport(result)
     return report_run(result, console=console)
 
 
-def report_run(result: RunResult, *, console: Console | None = None) -> RunReport:
+def report_run(result: training.RunResult, *, console: Console | None = None) -> RunReport:
     """Measure the model of a finished run and write the result into its folder.
 
     So that this takes less time than the training, on any machine, it reads at most as many tokens, sequences or images
@@ -114,12 +113,12 @@ def _bar(what: str, console: Console | None) -> AbstractContextManager[Callable[
     return nullcontext() if console is None else progress(what, console)
 
 
-def _trained(result: RunResult) -> int:
+def _trained(result: training.RunResult) -> int:
     """Return the number of windows or sequences in the steps of the run."""
     return max(1, result.tokens // result.config.batch.length)
 
 
-def _facts(result: RunResult, **more: int) -> dict[str, Any]:
+def _facts(result: training.RunResult, **more: int) -> dict[str, Any]:
     """Return the facts of training that end a report, with `more` before the speed."""
     return {
         "python": platform.python_version(),
@@ -130,7 +129,7 @@ def _facts(result: RunResult, **more: int) -> dict[str, Any]:
     }
 
 
-def _write(result: RunResult, evaluation: Record, report: dict[str, Any]) -> tuple[Path, ...]:
+def _write(result: training.RunResult, evaluation: Record, report: dict[str, Any]) -> tuple[Path, ...]:
     """Write evaluation.json and report.json; return their paths."""
     files = result.folder / "evaluation.json", result.folder / "report.json"
     for file, values in zip(files, (evaluation.to_dict(), report), strict=True):
@@ -138,7 +137,7 @@ def _write(result: RunResult, evaluation: Record, report: dict[str, Any]) -> tup
     return files
 
 
-def _language(result: RunResult, console: Console | None) -> RunReport:
+def _language(result: training.RunResult, console: Console | None) -> RunReport:
     """Write evaluation.json, samples.txt and report.json."""
     corpus = result.corpus
     assert isinstance(corpus, Corpus)
@@ -195,7 +194,7 @@ def _language(result: RunResult, console: Console | None) -> RunReport:
     return RunReport(result, evaluation, report, prompt=prompt, samples=samples, files=tuple(files))
 
 
-def _prompt(result: RunResult) -> str:
+def _prompt(result: training.RunResult) -> str:
     """Return the prompt of the samples: the run's, or the first words of the part of the held-out text it reports."""
     if result.config.run.prompt is not None:
         return result.config.run.prompt
@@ -209,7 +208,7 @@ def _prompt(result: RunResult) -> str:
     return words.rpartition(" ")[0] or words or text or "\n"
 
 
-def write_samples(result: RunResult, tokenizer: Tokenizer, text: str) -> str:
+def write_samples(result: training.RunResult, tokenizer: Tokenizer, text: str) -> str:
     """Write samples.txt and return its text: continuations of `text`, each under a line with its sampling."""
     options, prompt = result.config.run, encode_text(tokenizer, text)
     count, model = min(options.sample_tokens, max(1, result.steps // 2)), result.config.model
@@ -235,7 +234,7 @@ def write_samples(result: RunResult, tokenizer: Tokenizer, text: str) -> str:
     return samples
 
 
-def _classify(result: RunResult, console: Console | None) -> RunReport:
+def _classify(result: training.RunResult, console: Console | None) -> RunReport:
     """Write evaluation.json and report.json."""
     tell(console, "evaluating on the test sequences ...")
     size = result.config.batch.size
@@ -272,13 +271,13 @@ def evaluate_classes(
         )
 
 
-def _images(result: RunResult, console: Console | None) -> RunReport:
+def _images(result: training.RunResult, console: Console | None) -> RunReport:
     """Write evaluation.json, samples.png and report.json."""
     options, model, images = result.config.image, result.model.model, result.corpus
     assert isinstance(images, ImageSet)
     trained = max(1, result.tokens // model.config.tokens)
     tell(console, "measuring on held-out images ...")
-    pixels_NT = chosen(images, min(options.test_images, trained)).flat
+    pixels_NT = training.runs.chosen(images, min(options.test_images, trained)).flat
     with _bar("image", console) as shown:
         evaluation = evaluate_images(model, pixels_NT, batch_size=result.config.batch.size, progress=shown)
     report = {
@@ -299,7 +298,7 @@ def _images(result: RunResult, console: Console | None) -> RunReport:
     return RunReport(result, evaluation, report, images=drawn, files=files)
 
 
-def _probe(result: RunResult, console: Console | None) -> RunReport:
+def _probe(result: training.RunResult, console: Console | None) -> RunReport:
     """Write evaluation.json and report.json."""
     config, probe = result.config, result.config.probe
     tell(console, "evaluating on the held-out sequences ...")
@@ -313,7 +312,7 @@ def _probe(result: RunResult, console: Console | None) -> RunReport:
     return RunReport(result, evaluation, report, files=_write(result, evaluation, report))
 
 
-REPORTS: dict[str, Callable[[RunResult, Console | None], RunReport]] = {
+REPORTS: dict[str, Callable[[training.RunResult, Console | None], RunReport]] = {
     "language": _language,
     "classify": _classify,
     "pretrain": lambda result, _: RunReport(result),

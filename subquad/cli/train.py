@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from subquad import training
 from subquad.cli.arguments import FILES, Parser, data_is_a_path, files_first
 from subquad.cli.tables import class_table, facts, image_table, text_table
 from subquad.cli.threads import with_threads
@@ -22,7 +23,6 @@ from subquad.evaluation import ClassEvaluation, Evaluation, ImageEvaluation
 from subquad.program import command
 from subquad.recipes.automatic import automatic
 from subquad.train_and_report import PICTURE, ProbeEvaluation, RunReport, train_and_report
-from subquad.training import RunResult
 from subquad.training.config import TrainConfig
 from subquad.training.processes import check_parallel, first_process
 from subquad.training.report import Report
@@ -205,7 +205,7 @@ PRINTERS: dict[str, Callable[[RunReport], None]] = {
 }
 
 
-def _add_training(table: Table, result: RunResult, speed: str) -> None:
+def _add_training(table: Table, result: training.RunResult, speed: str) -> None:
     """Add the number of parameters and steps, and the speed."""
     table.add_row("parameters, steps", f"{result.parameters:,}, {result.steps:,}")
     table.add_row("training", speed)
