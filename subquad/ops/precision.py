@@ -19,4 +19,5 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def at_least_float32(x: Tensor) -> Tensor:
     """Return the tensor in float32, or unchanged if it is float64."""
-    return x.to(wide_dtype(x))
+    # Not by `wide_dtype`: each decoding step calls this several times.
+    return x if x.dtype == torch.float64 else x.to(torch.float32)

@@ -3,9 +3,8 @@
     S_t = f_t * S_{t-1} + i_t (x) v_t,    o_t = q_t S_t,    or over  q_t . z_t + eps  with  z_t = f_t * z_{t-1} + i_t
 
 A first kernel walks over the chunks in order and stores the state at the start of each; with few heads it walks over
-several segments at a time. This is the only sequential part. A second kernel then computes all chunks in parallel: the
-state's part of each output plus the scores inside the chunk times its values. The backward pass walks from the last
-chunk to the first and stores gradients of states.
+several segments at a time. Only this is sequential. A second kernel computes all chunks in parallel: the state's part
+of each output plus the scores inside the chunk times its values. The backward pass walks from the last chunk back.
 
 Matrix products round their operands as tensor cores do (PRECISION): `bf16` for bfloat16 inputs; `tf32` for float16,
 because sums over a long past leave float16's range; `ieee` for plain float32. Accumulators are always float32.
