@@ -1,14 +1,18 @@
 """`past` and the memories that a mechanism keeps in it, below the layers."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 from subquad.attention import Linear, Logsparse, build
 from subquad.attention.conversions import to_ring
 from subquad.attention.drafts import DraftedTokens
+from subquad.attention.memories.key_values import Sight
 from subquad.attention.memories.recurrence import Recurrence
 from subquad.attention.memories.running_softmax import RunningSoftmax
 from subquad.attention.past import Converted, Literal, Past, Whole, from_earlier_ranks
+from subquad.ops.patterns import Pattern, Window
 from subquad.parallel import context_parallel
 from subquad.state import State
 from subquad.testing import assert_exact, assert_same_maths
@@ -181,3 +185,44 @@ class NoMask:
 def test_a_union_of_patterns_is_read_in_place(monkeypatch):
     monkeypatch.setattr(Logsparse, "rings", True)
     test_logsparse.TestLogsparse().test_in_place_decoding_is_decoding()
+
+
+@dataclass(frozen=True)
+class Beyond(Pattern):
+    """The keys that are at least `distance` tokens behind."""
+
+    distance: int
+
+    def allowed(self, q_pos, k_pos):
+        return q_pos - k_pos >= self.distance
+
+    @property
+    def nearest(self):
+        return self.distance
+
+
+Pattern.registry.pop("Beyond")
+FAR_AND_NEAR = (Beyond(3), Window(width=1)), (Window(width=3), Beyond(3))
+"""Two groups of heads: what is far for one is near for the other."""
+
+
+@pytest.mark.parametrize(("near", "tokens"), [
+    (FAR_AND_NEAR, 2), (FAR_AND_NEAR, 3), (FAR_AND_NEAR, 9), (((Beyond(1), Window(width=1)),), 1),
+    (((Window(width=2), Beyond(2)),), 12),
+])  # fmt: skip
+@torch.no_grad()
+def test_patterns_are_left_out_only_where_no_head_could_see_a_key(monkeypatch, near, tokens):
+    monkeypatch.setitem(Pattern.registry, "Beyond", Beyond)
+    layer = build("full", dim=16, num_heads=2).double()
+    layer.sight = Sight(near)
+    x = torch.randn(2, tokens, 16, dtype=torch.float64)
+    whole, state = layer(x[:, :1])[0], layer(x[:, :1])[1]
+    assert_same_maths(layer(x)[0], layer.definition(x), "all at once")
+    assert_same_maths(torch.cat([whole, layer(x[:, 1:], state)[0]], 1), layer.definition(x), "in two pieces")
+    if tokens % 3 == 0:
+
+        def part(group):
+            with context_parallel(group):
+                return layer(group.part(x))[0]
+
+        assert_same_maths(torch.cat(on_ranks(3, part), 1), layer.definition(x), "on three ranks")

@@ -89,7 +89,7 @@ class KeyValues:
             k, v = appended(before[0], k), appended(before[1], v)
             old = k.shape[2] - at.tokens
             lengths = None if lengths is None else lengths + old
-        found = self._attend(q_BHTK, k, v, q_start=at.start, k_start=at.start - old, lengths=lengths)
+        found = self._attend(q_BHTK, k, v, k.shape[2], q_start=at.start, k_start=at.start - old, lengths=lengths)
         kept = k.shape[2] if sight.reach is None else min(k.shape[2], sight.reach)
         after: Tensors = (last_slots(k, kept, lengths), last_slots(v, kept, lengths))
         if sight.first:
@@ -103,7 +103,7 @@ class KeyValues:
 
     def read_all(self, q_BHTK: Tensor, at: Any) -> Tensor:
         """Return the outputs of the bidirectional form, whose pattern looks ahead."""
-        found = self._attend(q_BHTK, self.k, self.v, lengths=at.lengths)
+        found = self._attend(q_BHTK, self.k, self.v, at.tokens, lengths=at.lengths)
         return found[0] if self.sink_H is None else self._beside_sink(*found)
 
     def literal(self, q_BHTK: Tensor, causal: bool) -> Tensor:
@@ -119,17 +119,18 @@ class KeyValues:
         parts = zip(q_BHTK.split(heads, 1), k_BHSK.split(heads, 1), sinks, unions, strict=True)
         return torch.cat([softmax_weights(q, k, *union, sink_H=sink) for q, k, sink, union in parts], 1)
 
-    def _attend(self, q_BHTK: Tensor, k: Tensor, v: Tensor, **where: Any) -> Attended:
-        """Return the outputs over the keys in `near`, merging unions of patterns."""
-        parts = [
-            attend(patterns, q_BHTK, k, v, self.dropout_p, **where)
-            for patterns in zip(*self.sight.near, strict=True)
-            if patterns[0].nearest == 0 or patterns[0].nearest < k.shape[2]
-        ]
+    def _attend(self, q_BHTK: Tensor, k: Tensor, v: Tensor, span: int, **where: Any) -> Attended:
+        """Return the outputs over the keys in `near`, merging unions of patterns.
+
+        `span` is one more than the largest distance from a query back to a key: patterns that begin there see none.
+        """
+        patterns = list(zip(*self.sight.near, strict=True))
+        near = [each for each in patterns if min([p.nearest for p in each]) < span] or patterns[:1]
+        parts = [attend(each, q_BHTK, k, v, self.dropout_p, **where) for each in near]
         return parts[0] if len(parts) == 1 else merge_attention(*zip(*parts, strict=True))
 
     def _attend_near(self, q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int) -> Attended:
-        return self._attend(q, k, v, q_start=q_start, k_start=k_start)
+        return self._attend(q, k, v, q_start + q.shape[2] - k_start, q_start=q_start, k_start=k_start)
 
     def _beside_sink(self, y_BHTV: Tensor, lse_BHT: Tensor) -> Tensor:
         assert self.sink_H is not None
