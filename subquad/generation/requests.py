@@ -10,8 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
 from subquad.generation.sampling import Sampler, SamplingConfig
 from subquad.generation.slots import FixedSlots, LooseSlots, as_tensor
 from subquad.models import Decoder
@@ -99,7 +97,7 @@ def next_tokens(
     for slot, request in running.items():
         fed[slot] = request.unread[-1]
     logits_BV = slots.step(fed).detach()
-    likeliest, finite = logits_BV.argmax(-1).tolist(), _finite(logits_BV)
+    likeliest, finite = logits_BV.argmax(-1).tolist(), logits_BV.isfinite().all(-1).tolist()
     made = []
     for slot, request in sorted(running.items()):
         if finite[slot] and request._choose.takes_the_likeliest:
@@ -114,10 +112,6 @@ def next_tokens(
         request._add(token)
         made.append((request, token))
     return made
-
-
-def _finite(logits_BV: Tensor) -> list[bool]:
-    return logits_BV.isfinite().all(-1).tolist()
 
 
 def checked_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:

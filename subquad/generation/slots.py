@@ -58,7 +58,7 @@ class FixedSlots:
         self._put(slot, self._blank if state is None else self._in_ring(state), 1)
 
     def clear(self, slot: int) -> None:
-        """Reset the slot, so that nothing of a sequence outlives it."""
+        """Reset the slot: what its sequence left is overwritten."""
         self._put(slot, self._blank, 0)
 
     def take(self, slot: int) -> State:
