@@ -82,6 +82,16 @@ def test_equal_operations_become_one_unless_they_change_a_tensor_or_have_other_k
     assert seen_B.tolist() == [5, 7]
 
 
+def test_two_dimensions_rolled_at_once_are_right_for_values_that_were_equal_in_the_recorded_step():
+    def step(tokens_B1, active_B, held_BB):
+        return [held_BB.roll((1, 1), (0, 1)), held_BB + torch.arange(4).view(2, 2)]
+
+    tokens_B1, active_B, held_BB = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2), torch.zeros(2, 2)
+    recorded = Recorded(step, [tokens_B1, active_B, held_BB])
+    replayed = Replayed(recorded, tokens_B1, active_B, [held_BB])
+    assert replayed(tokens_B1).tolist() == [[3, 2], [1, 0]]
+
+
 @pytest.mark.parametrize(("step", "why"), [
     (lambda x: x * x.sum().item(), "aten._local_scalar_dense.default reads values"),
     (lambda x: x * x.tolist()[0], "tolist reads values"),
