@@ -69,7 +69,8 @@ def attach_to_root(catching: catching_logs[Any]) -> logging.Handler:
 
 
 attach = catching_logs.__enter__
-catching_logs.__enter__ = attach_to_root  # type: ignore[method-assign]
+if hasattr(catching_logs, "attached_loggers"):  # an older pytest attaches to the root alone
+    catching_logs.__enter__ = attach_to_root  # type: ignore[method-assign]
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
