@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import peers as libraries
 from benchmarks.by_hand import FORMS
 from benchmarks.config import DecodeConfig
-from benchmarks.decoding import ROOM, Read, by_hand, captured, in_slots, read
+from benchmarks.decoding import ROOM, Read, by_hand, captured, read, recorded
 from benchmarks.measuring import OUT_OF_TIME, Progress, Running, check_there, over, result_of
 from benchmarks.models import OURS, THEIRS, Qwen, build_decoder, check_models, label_of, peer_model
 from benchmarks.report import Report, Row
@@ -125,7 +125,7 @@ def _read(config: DecodeConfig, model: Any, key: Key, plain: Read | None) -> Rea
     assert plain is not None
     if key.form == "graph":
         return captured(config, model, key.tokens, plain)
-    return in_slots(config, model, key.tokens, plain, compile=key.form == "compiled")
+    return recorded(config, model, key.tokens, plain, compile=key.form == "compiled")
 
 
 def _run(done: Read) -> Run:

@@ -19,7 +19,7 @@ from benchmarks.by_hand import ByHand
 from benchmarks.config import DecodeConfig
 from benchmarks.models import Llama
 from benchmarks.peers import load
-from subquad.generation.slots import FixedSlots, row_of
+from subquad.generation.batch_state import StaticBatchState, row_of
 from subquad.models import Decoder
 
 ROOM = 101
@@ -81,18 +81,18 @@ def by_hand(config: DecodeConfig, model: Decoder, tokens: int) -> Read:
     return Read(lambda: None, lambda _: written.step(token_B1), written.nbytes)
 
 
-def in_slots(config: DecodeConfig, model: Decoder, tokens: int, plain: Read, *, compile: bool = False) -> Read:
-    """Return the recorded step of slots of fixed shape, which `BatchDecoder` and long generations take."""
-    slots, begin = _slots(config, model, tokens, plain, compile=compile)
+def recorded(config: DecodeConfig, model: Decoder, tokens: int, plain: Read, *, compile: bool = False) -> Read:
+    """Return the recorded step of a state of static shapes, which `BatchDecoder` and long generations take."""
+    batch_state, begin = _batch_state(config, model, tokens, plain, compile=compile)
     numbers = tokens_of(config, 1)[:, 0].tolist()
-    return Read(begin, torch.no_grad()(lambda _: slots.step(numbers)), slots.nbytes)
+    return Read(begin, torch.no_grad()(lambda _: batch_state.step(numbers)), batch_state.nbytes)
 
 
 def captured(config: DecodeConfig, model: Decoder, tokens: int, plain: Read) -> Read:
     """Return the recorded step replayed from a CUDA graph. Raises `ValueError` if its logits aren't those of a call."""
-    slots, begin = _slots(config, model, tokens, plain)
+    batch_state, begin = _batch_state(config, model, tokens, plain)
     token_B1 = tokens_of(config, 1)
-    step = torch.no_grad()(lambda: slots.step_in_place(token_B1))
+    step = torch.no_grad()(lambda: batch_state.step_in_place(token_B1))
     begin()
     wanted = [step().clone() for _ in range(3)]  # compiles, and is what a capture must repeat
     beside = torch.cuda.Stream()
@@ -108,18 +108,18 @@ def captured(config: DecodeConfig, model: Decoder, tokens: int, plain: Read) -> 
         graph.replay()
         if not torch.equal(logits_BV, expected):
             raise ValueError(f"the graph's logits of token {number + 1} aren't those of the call")
-    return Read(begin, lambda _: graph.replay(), slots.nbytes)
+    return Read(begin, lambda _: graph.replay(), batch_state.nbytes)
 
 
-def _slots(
+def _batch_state(
     config: DecodeConfig, model: Decoder, tokens: int, plain: Read, *, compile: bool = False
-) -> tuple[FixedSlots, Callable[[], None]]:
-    """Return slots of fixed shape, and a function that puts the state after the context into all of them."""
-    slots = FixedSlots(model, config.batch, tokens + ROOM, compile=compile)
+) -> tuple[StaticBatchState, Callable[[], None]]:
+    """Return a state of static shapes, and a function that writes the state after the context into all its slots."""
+    batch_state = StaticBatchState(model, config.batch, tokens + ROOM, compile=compile)
 
     @torch.no_grad()
     def begin() -> None:
         for slot in range(config.batch):
-            slots.insert(slot, row_of(plain.begin(), slot))
+            batch_state.insert(slot, row_of(plain.begin(), slot))
 
-    return slots, begin
+    return batch_state, begin

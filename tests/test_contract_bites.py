@@ -180,22 +180,22 @@ def writes_into_the_given_state(layer, mix, x, state, lengths):
 
 
 @mixing(Window)
-def copies_its_rings(layer, mix, x, state, lengths):
+def copies_its_static_cache(layer, mix, x, state, lengths):
     y, after = mix(x, state, lengths)
     return y, after.map(Tensor.clone)
 
 
 class TurnedRing(KeyValues):
-    def to_ring(self, entries: Entries, seen: int, capacity: int) -> Entries:
-        return {slot: x.roll(1, 2) for slot, x in super().to_ring(entries, seen, capacity).items()}
+    def to_static_cache(self, entries: Entries, seen: int, capacity: int) -> Entries:
+        return {slot: x.roll(1, 2) for slot, x in super().to_static_cache(entries, seen, capacity).items()}
 
-    def from_ring(self, rings: Entries, seen: int) -> Entries:
-        return super().from_ring({slot: x.roll(-1, 2) for slot, x in rings.items()}, seen)
+    def from_static_cache(self, cache: Entries, seen: int) -> Entries:
+        return super().from_static_cache({slot: x.roll(-1, 2) for slot, x in cache.items()}, seen)
 
 
 class HalfARing(KeyValues):
-    def from_ring(self, rings: Entries, seen: int) -> Entries:
-        return {slot: x.tril() for slot, x in super().from_ring(rings, seen).items()}
+    def from_static_cache(self, cache: Entries, seen: int) -> Entries:
+        return {slot: x.tril() for slot, x in super().from_static_cache(cache, seen).items()}
 
 
 class KeepsATurnedRing(Llp):
@@ -386,7 +386,7 @@ PLANTED: list[tuple[type[Attention], dict[str, Any], str]] = [
     (SeesPackedRows, {}, "documents_leave"),
     (goes_on_from_its_last_state, {}, "rollback_goes"),
     (writes_into_the_given_state, {}, "rollback_goes"),
-    (copies_its_rings, {"width": 11}, "in_place"),
+    (copies_its_static_cache, {"width": 11}, "in_place"),
     (KeepsATurnedRing, {"segment": 16}, "in_place"),
     (LosesTokensInPlace, {"segment": 16}, "in_place"),
     (ReadsOnlyItsPart, {}, "ranks_compute"),

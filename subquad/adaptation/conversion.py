@@ -52,23 +52,23 @@ class Stages:
         self.folder.mkdir(parents=True, exist_ok=True)
         disk.write_atomically(file, (json.dumps(settings, indent=2) + "\n").encode())
 
-    def place(self, name: str) -> Path:
+    def folder_of(self, name: str) -> Path:
         """Return the folder of the stage `name`."""
         return self.folder / "stages" / f"{NAMES.index(name) + 1}-{name}"
 
     def record(self, name: str) -> dict[str, Any] | None:
         """Return the measurements of the stage `name`, or None if it is not complete."""
-        file = self.place(name) / RECORD
+        file = self.folder_of(name) / RECORD
         return dict(read_json_mapping(file)) if file.is_file() else None
 
     def model(self, name: str) -> SubquadForCausalLM:
         """Load the model that the complete stage `name` saved."""
-        check_unchanged(self.place(name))
-        return SubquadForCausalLM.from_pretrained(self.place(name), local_files_only=True).eval()
+        check_unchanged(self.folder_of(name))
+        return SubquadForCausalLM.from_pretrained(self.folder_of(name), local_files_only=True).eval()
 
     def save(self, name: str, record: dict[str, Any], model: SubquadForCausalLM | None = None) -> None:
         """Save the measurements and the model of the stage `name`, all at once: it is complete then."""
-        target = self.place(name)
+        target = self.folder_of(name)
         aside = target.with_name(f".saving-{target.name}")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -210,7 +210,7 @@ class Conversion:
     def _finish(self, report: dict[str, Any]) -> None:
         """Copy model, tokenizer and report to the folder's top, `config.json` last: without it there is no model."""
         folder = Path(self.config.out)
-        stage = self.stages.place("tuned")
+        stage = self.stages.folder_of("tuned")
         kept = [name for name in MODEL_FILES if (self.source.folder / name).is_file()]
         for name in kept:
             disk.write_atomically(folder / name, (self.source.folder / name).read_bytes())

@@ -109,14 +109,14 @@ class Attention(nn.Module):
     """Whether its logits have terms that depend on positions alone (`position_terms`)."""
     takes_handed: ClassVar[bool] = False
     """Whether it reads and returns the entry `handed` of the state, which goes from layer to layer."""
-    copied: ClassVar[dict[str, str]] = {}
+    weight_map: ClassVar[dict[str, str]] = {}
     """Projections that replacing full attention copies: the name here, and the name there."""
     query: nn.Linear
     key: nn.Linear
     value: nn.Linear
     out: nn.Linear
-    rings: ClassVar[bool] = False
-    """Whether decoding in place keeps the keys and values in rings."""
+    has_static_cache: ClassVar[bool] = False
+    """Whether decoding in place keeps keys and values in tensors of constant shape that are written in place."""
     config: Any
     causal: bool
     """Whether a token sees only itself and earlier tokens."""

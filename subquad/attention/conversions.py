@@ -10,20 +10,23 @@ from subquad.parallel import active_group
 from subquad.state import State
 
 
-def to_ring(layer: Attention, state: State, capacity: int) -> State:
-    """Return the state of one row for decoding in place, of at most `capacity` tokens where the state grows."""
-    if not layer.rings:
+def to_static_cache(layer: Attention, state: State, capacity: int) -> State:
+    """Return the state of one row with its keys and values in ring buffers, which decoding writes in place.
+
+    If the state grows, they have room for `capacity` tokens. A layer without a static cache keeps its state as it is.
+    """
+    if not layer.has_static_cache:
         return state
-    made = converted(layer, state, lambda memory, entries: memory.to_ring(entries, int(state.seen), capacity))
+    made = converted(layer, state, lambda memory, entries: memory.to_static_cache(entries, int(state.seen), capacity))
     made.entries[IN_PLACE] = 1
     return made
 
 
-def from_ring(layer: Attention, state: State) -> State:
-    """Return the state that `to_ring` takes."""
+def from_static_cache(layer: Attention, state: State) -> State:
+    """Undo `to_static_cache`: return the state with the keys and values within reach, in order."""
     if IN_PLACE not in state:
         return state
-    return converted(layer, state, lambda memory, rings: memory.from_ring(rings, int(state.seen)))
+    return converted(layer, state, lambda memory, cache: memory.from_static_cache(cache, int(state.seen)))
 
 
 def after_all_ranks(layer: Attention, state: State, device: Any) -> State:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from subquad.attention.base import Attention
-from subquad.attention.conversions import from_ring
+from subquad.attention.conversions import from_static_cache
 from subquad.attention.past import Draft
 from subquad.state import State
 
@@ -23,7 +23,7 @@ class DraftedTokens:
             raise ValueError(f"this {layer.name} layer is not causal: it reads whole sequences and drafts no tokens")
         if state is not None:
             state.check(layer.config_hash, f"this {layer.name} layer", x_BTD.shape[0])
-            state = from_ring(layer, state)
+            state = from_static_cache(layer, state)
         self._hash = layer.config_hash
         self._draft = Draft(x_BTD, state)
         self.y_BTD = layer.outputs(x_BTD, self._draft)

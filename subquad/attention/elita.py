@@ -113,7 +113,7 @@ class Elita(Attention):
         """Read the mean through the gate."""
         (v_BHTV,) = split(self.channels, self.value(x_BTD))
         key_BHT1, gate_BHT1 = self.logits(x_BTD, past.start)
-        self.notice_seen(past.entries["seen"], x_BTD)
+        self.warn_on_seen(past.entries["seen"], x_BTD)
         memory = GatedEarlier if self.diagonal else GatedMean
         (mean,) = past.keep(mean=memory(key_BHT1, past.values(v_BHTV), self.dropout_p))
         return mean.read(gate_BHT1)
@@ -147,7 +147,7 @@ class Elita(Attention):
         p1_HT, *p2_HT = self.positions_from(0, tokens)[:, 0].mT
         return p1_HT, sum(p2_HT, torch.zeros_like(p1_HT))
 
-    def notice_seen(self, seen: int | Tensor, x_BTD: Tensor) -> None:
+    def warn_on_seen(self, seen: int | Tensor, x_BTD: Tensor) -> None:
         """Call `warn_on_length`, except on an accelerator, where reading the count would wait for the device."""
         if not has_values(x_BTD):
             return

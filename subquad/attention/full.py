@@ -26,7 +26,7 @@ class Full(Attention):
 
     name = "full"
     rotates = True
-    rings = True
+    has_static_cache = True
     summary = "every token"
     paper = "Vaswani et al. 2017, arXiv:1706.03762"
     forms = ("causal", "bidirectional")

@@ -24,7 +24,7 @@ class Law(StrEnum):
     LONG = "long", "long inputs in half precision are finite, with their gradients"
     DOCUMENTS = "documents", "documents packed into a row are as if each were alone"
     ROLLBACK = "rollback", "a kept state is what it was, so that tokens read after it can be taken back"
-    IN_PLACE = "in place", "decoding in rings that are written in place is decoding with the usual state"
+    IN_PLACE = "in place", "decoding in a static cache that is written in place is decoding with the usual state"
     RANKS = "ranks", "processes that share a sequence compute what one does, and send what the class says"
 
     asks: str

@@ -35,7 +35,7 @@ class Llp(Attention):
     forms = ("causal", "bidirectional")
     softmax_reach = "segment"
     rotates = True
-    rings = True
+    has_static_cache = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SinkConfig):

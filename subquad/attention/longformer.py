@@ -41,7 +41,7 @@ class Longformer(Attention):
     paper = "Beltagy et al. 2020, arXiv:2004.05150"
     forms = ("causal", "bidirectional")
     rotates = True
-    copied = {f"global_{name}": name for name in ("query", "key", "value")}  # noqa: RUF012 (read only)
+    weight_map = {f"global_{name}": name for name in ("query", "key", "value")}  # noqa: RUF012 (read only)
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SoftmaxConfig):

@@ -32,7 +32,7 @@ from subquad.state import State
 
 Tensors = tuple[Tensor, ...]
 IN_PLACE = "in_place"
-"""Entry of a state that keeps keys and values in rings, which decoding writes in place."""
+"""Entry of a state that has a static cache: its keys and values are ring buffers that decoding writes in place."""
 
 
 Entries = dict[str, Tensor]
@@ -164,7 +164,7 @@ class Whole(Past):
 
 
 class InPlace(Past):
-    """The interpreter `in place`: one token of each row, whose keys and values are written into the state's rings."""
+    """The interpreter `in place`: one token of each row, whose keys and values are written into the static cache."""
 
     def __init__(self, x_B1D: Tensor, state: State, lengths_B: Tensor | None) -> None:
         if x_B1D.shape[1] != 1 or lengths_B is not None:
@@ -174,23 +174,23 @@ class InPlace(Past):
         self.entries[IN_PLACE] = 1
 
     def keep(self, **memories: Any) -> list[Kept]:
-        """Keep memories under these names, with their rings where they have some."""
+        """Keep memories under these names, with their static cache where they have one."""
         self.unread.update(memories)
         given = self.given or {}
-        slots = {name: getattr(memory, "ring_slots", memory.slots) for name, memory in memories.items()}
+        slots = {name: getattr(memory, "static_slots", memory.slots) for name, memory in memories.items()}
         return [
             Kept(self, name, m, tuple([given[name + slot] for slot in slots[name]])) for name, m in memories.items()
         ]
 
     def read(self, kept: Kept, q: Any) -> Tensor:
-        """Read a memory in place if it has rings, and others as usual."""
-        _, name, memory, rings = kept
-        if not hasattr(memory, "ring_slots"):
+        """Read a memory in place if it has a static cache, and others as usual."""
+        _, name, memory, cache = kept
+        if not hasattr(memory, "static_slots"):
             return super().read(kept, q)
-        assert rings is not None
-        for slot, x in zip(memory.ring_slots, rings, strict=True):
+        assert cache is not None
+        for slot, x in zip(memory.static_slots, cache, strict=True):
             self.entries[name + slot] = x
-        y_BHTV: Tensor = memory.read_in_place(q, rings, self)
+        y_BHTV: Tensor = memory.read_in_place(q, cache, self)
         return y_BHTV
 
 
@@ -252,7 +252,7 @@ class Converted(Past):
     def read(self, kept: Kept, q: Any) -> Tensor:
         """Keep the converted entries, and return no outputs."""
         _, name, memory, _ = kept
-        slots, given = (*memory.slots, *getattr(memory, "ring_slots", ())), self.given or {}
+        slots, given = (*memory.slots, *getattr(memory, "static_slots", ())), self.given or {}
         found = {slot: given[name + slot] for slot in slots if name + slot in given}
         self.entries |= {name + slot: x for slot, x in self._convert(memory, found).items()}
         y_BHTV: Tensor = memory.v.new_zeros(*q.shape[:3], memory.v.shape[-1])

@@ -33,7 +33,7 @@ class Shifted(Attention):
 
     name = "shifted"
     rotates = True
-    rings = True
+    has_static_cache = True
     summary = "its group; half of the heads have moved groups"
     paper = "Chen et al. 2023, arXiv:2309.12307"
     exempt_options = {"wrap": True}  # noqa: RUF012 (read only)

@@ -28,7 +28,7 @@ class Window(Attention):
     forms = ("causal", "bidirectional")
     softmax_reach = "width"
     rotates = True
-    rings = True
+    has_static_cache = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SinkConfig):

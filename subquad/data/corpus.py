@@ -37,7 +37,7 @@ class Corpus:
 
     `fingerprint` is a hash of the names and contents of the text. `train_files` and `held_out_files` name the documents
     of each part (empty for the rows of a dataset); a single document is split and named in both. `hashes` are those of
-    the files or shards, by name; of two with the same name it has that of the training part.
+    the files or shards, by name; if a name is in both parts, the hash is that of the training part.
     """
 
     folder: Path

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Collection, Sequence
 
 from subquad.config import check_at_least
+from subquad.generation.batch_state import DynamicBatchState, StaticBatchState
 from subquad.generation.requests import Finished, Request, next_tokens
 from subquad.generation.sampling import SamplingConfig
-from subquad.generation.slots import FixedSlots, LooseSlots
 from subquad.inference import inference
 from subquad.models import Decoder
 from subquad.state import State
@@ -20,8 +20,8 @@ class BatchDecoder:
     A sequence joins when a slot is free and leaves when it ends. It gets the tokens that it would get with the other
     slots empty; each sequence with a seed has its own random numbers. A prompt is read before its sequence joins,
     `prefill_chunk` tokens a step, so that long prompts don't stall the others (`PerceiverAR` reads it in one piece).
-    Shapes are fixed, so the step is recorded once (decision 0030; not with `record=False`), `compile=True` compiles it
-    once and CUDA graphs can replay it; `PerceiverAR` has no fixed shapes.
+    Shapes are static, so the step is recorded once (decision 0030; not with `record=False`), `compile=True` compiles it
+    once and CUDA graphs can replay it. `PerceiverAR` has no static shapes: its steps call the model.
 
     States of constant size need no more memory for longer texts. If the state grows (`full`), a sequence may have
     `max_context` tokens in all, and each slot reserves memory for them. Not thread-safe. Raises `ValueError` for
@@ -44,13 +44,13 @@ class BatchDecoder:
         self.max_context, self._limited_by = _limit(model, max_context)
         self._model = model
         self._prefill_chunk = prefill_chunk
-        if compile and not model.fixed_shapes:
+        if compile and not model.static_shapes:
             name = model.config.attention
-            raise ValueError(f"compile=True needs states of fixed shape, which {name} lacks; set compile=False")
-        self._slots: FixedSlots | LooseSlots = LooseSlots(model, slots)
-        if model.fixed_shapes:
+            raise ValueError(f"compile=True needs states of static shape, which {name} lacks; set compile=False")
+        self._batch_state: StaticBatchState | DynamicBatchState = DynamicBatchState(model, slots)
+        if model.static_shapes:
             with inference(model):
-                self._slots = FixedSlots(model, slots, max_context, compile=compile, record=record)
+                self._batch_state = StaticBatchState(model, slots, max_context, compile=compile, record=record)
         self._free = list(range(slots - 1, -1, -1))
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}
@@ -73,7 +73,7 @@ class BatchDecoder:
     @property
     def state_bytes(self) -> int:
         """Return the bytes of the states of all slots."""
-        return self._slots.nbytes
+        return self._batch_state.nbytes
 
     def add(
         self,
@@ -88,7 +88,7 @@ class BatchDecoder:
     ) -> Request:
         """Queue a sequence that continues `prompt`, which follows the tokens already read into `state`.
 
-        Of those, `before` are counted by a repetition penalty.
+        A repetition penalty counts the tokens of the prompt and those of `before`, which the state has read.
         Raises `ValueError` for an empty prompt, a token outside the vocabulary, a state of another model, and for more
         tokens than `max_context`, or the latents of a `PerceiverAR` with decode=frozen, allow.
         """
@@ -143,7 +143,7 @@ class BatchDecoder:
         """
         with inference(self._model):
             self._read_prompts()
-            made = next_tokens(self._slots, self.slots, self._running) if self._running else []
+            made = next_tokens(self._batch_state, self.slots, self._running) if self._running else []
             for request in [request for request in self._running.values() if request.finished is not None]:
                 self._leave(request)
         return made
@@ -166,7 +166,7 @@ class BatchDecoder:
                 self._waiting.popleft()
                 request.slot = self._free.pop()
                 self._running[request.slot] = request
-                self._slots.insert(request.slot, request.state)
+                self._batch_state.insert(request.slot, request.state)
                 request.state = None
 
     def _end(self, request: Request, how: Finished, error: Exception | None = None) -> None:
@@ -181,8 +181,8 @@ class BatchDecoder:
         """Free the slot of a request that has ended."""
         assert request.slot is not None
         if request.keep_state:
-            request.state = self._slots.take(request.slot)
-        self._slots.clear(request.slot)
+            request.state = self._batch_state.state_of(request.slot)
+        self._batch_state.clear(request.slot)
         del self._running[request.slot]
         self._free.append(request.slot)
         request.slot = None
@@ -219,7 +219,7 @@ def generate_batch(
 def _limit(model: Decoder, max_context: int) -> tuple[int | None, str]:
     """Return how many tokens a sequence may have (None: any number), and the name of that limit."""
     limits: list[tuple[int, str]] = []
-    if model.fixed_shapes and model.state_grows:
+    if model.static_shapes and model.state_grows:
         limits.append((max_context, "max_context"))
     rows = model.most_tokens
     if rows is not None:

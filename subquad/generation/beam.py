@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from subquad.config import check_at_least
+from subquad.generation.batch_state import as_tensor
 from subquad.generation.generate import Generation
 from subquad.generation.requests import Continuation
 from subquad.generation.sampling import SamplingConfig, check_finite
-from subquad.generation.slots import as_tensor
 from subquad.inference import inference
 from subquad.models import Decoder
 from subquad.state import State
@@ -67,44 +67,44 @@ def beam_search(
             logits_BV = logits_BTV[:, -1].double().cpu()
             check_finite(logits_BV)
             scores_BV = sums_B[:, None] + logits_BV.log_softmax(-1)
-            going = _split(scores_BV, rows, beams, stops, length**length_penalty, ended)
-            if not going or length == max_new_tokens or _decided(going, ended, beams, length**length_penalty):
+            open_beams = _next_beams(scores_BV, rows, beams, stops, length**length_penalty, ended)
+            if not open_beams or length == max_new_tokens or _decided(open_beams, ended, beams, length**length_penalty):
                 break
-            rows = [[*rows[row], token] for row, token, _ in going]
-            sums_B = torch.tensor([total for _, _, total in going], dtype=torch.float64)
-            origin_B = torch.tensor([row for row, _, _ in going], device=logits_BTV.device)
+            rows = [[*rows[row], token] for row, token, _ in open_beams]
+            sums_B = torch.tensor([total for _, _, total in open_beams], dtype=torch.float64)
+            origin_B = torch.tensor([row for row, _, _ in open_beams], device=logits_BTV.device)
             state = state.select(origin_B)
             last_B1 = torch.tensor([[row[-1]] for row in rows], device=logits_BTV.device)
             logits_BTV, state = model(last_B1, state)
-    if not (going and _decided(going, ended, beams, length**length_penalty)):
+    if not (open_beams and _decided(open_beams, ended, beams, length**length_penalty)):
         norm = length**length_penalty
-        ended += [Beam([*rows[row], token], "length", total / norm) for row, token, total in going]
+        ended += [Beam([*rows[row], token], "length", total / norm) for row, token, total in open_beams]
     return sorted(ended, key=lambda beam: -beam.score)[:beams]
 
 
-Going = list[tuple[int, int, float]]
+OpenBeams = list[tuple[int, int, float]]
 """Row, token and sum of log-probabilities of each open beam."""
 
 
-def _split(
+def _next_beams(
     scores_BV: Tensor, rows: list[list[int]], beams: int, stops: frozenset[int], norm: float, ended: list[Beam]
-) -> Going:
+) -> OpenBeams:
     """Return the likeliest candidates that continue; add those that end to `ended`."""
     vocab_size = scores_BV.shape[1]
     # Each row can end in `len(stops)` ways, so this many candidates include `beams` that continue.
     totals, places = scores_BV.flatten().topk(min((1 + len(stops)) * beams, scores_BV.numel()))
-    going: Going = []
+    open_beams: OpenBeams = []
     for rank, (total, place) in enumerate(zip(totals.tolist(), places.tolist(), strict=True)):
         row, token = divmod(place, vocab_size)
         if token not in stops:
-            going.append((row, token, total))
+            open_beams.append((row, token, total))
         elif rank < beams:
             ended.append(Beam([*rows[row], token], "stop", total / norm))
     ended.sort(key=lambda beam: -beam.score)
     del ended[beams:]
-    return going[:beams]
+    return open_beams[:beams]
 
 
-def _decided(going: Going, ended: list[Beam], beams: int, norm: float) -> bool:
+def _decided(open_beams: OpenBeams, ended: list[Beam], beams: int, norm: float) -> bool:
     """Return whether enough beams have ended, and the best open one scores no better than the worst of them."""
-    return len(ended) == beams and going[0][2] / norm <= ended[-1].score
+    return len(ended) == beams and open_beams[0][2] / norm <= ended[-1].score

@@ -1,4 +1,4 @@
-"""Generate one sequence with a carried state: with constant-state mechanisms, memory does not grow.
+"""Generate one sequence with a carried state. If a mechanism's state is constant, memory does not grow.
 
 Shape letters: B batch, T tokens, V vocabulary.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Sequence
 
+from subquad.generation.batch_state import DynamicBatchState, StaticBatchState, as_tensor
 from subquad.generation.requests import Request, next_tokens
 from subquad.generation.sampling import SamplingConfig
-from subquad.generation.slots import FixedSlots, LooseSlots, as_tensor
 from subquad.inference import inference
 from subquad.layers.attached import attached
 from subquad.models import Decoder
@@ -19,7 +19,7 @@ from subquad.state import State
 logger = logging.getLogger(__name__)
 
 RECORD_FROM = 64
-"""Fewest tokens for which a step is recorded: it takes about as long as it saves in so many (docs/decoding.md)."""
+"""Fewest tokens for which a step is recorded: twice as many as recording needs to save time (docs/decoding.md)."""
 
 
 def generate(
@@ -51,8 +51,8 @@ def generate(
     `frequency_penalty` each time those of the continuation; `logit_bias` adds to the logits of tokens. `seed` makes a
     sample repeatable. A token of `stop_tokens` ends the sequence and is its last token, after at least `min_tokens`
     others. The prompt follows the tokens read into `state` and is read `prefill_chunk` tokens at a time (by a
-    `PerceiverAR` in one piece). `record` says whether the step is recorded (decision 0030), where the state has a
-    constant size: None for texts of `RECORD_FROM` tokens or more. The log says what is done.
+    `PerceiverAR` in one piece). If the state has a constant size, `record` says whether the step is recorded
+    (decision 0030); None records it if `max_new_tokens` is at least `RECORD_FROM`. The log says whether it is.
 
     Raises `ValueError` for an empty prompt, a token outside the vocabulary or a number out of range.
     """
@@ -93,30 +93,30 @@ class Generation(Iterator[int]):
     ) -> None:
         self._model, self._sampling, self._record = model, sampling, record
         self._request = Request(model, prompt, sampling, stop_tokens=stop_tokens, state=state)
-        self._slots: FixedSlots | LooseSlots | None = None
+        self._batch_state: StaticBatchState | DynamicBatchState | None = None
 
     @property
     def state(self) -> State | None:
         """State after all tokens that the model has read."""
-        return self._request.state if self._slots is None else self._slots.take(0)
+        return self._request.state if self._batch_state is None else self._batch_state.state_of(0)
 
     def prefill(self) -> None:
         """Read all but the last token of the prompt, in chunks; the first token does this too."""
         with inference(self._model):
-            while self._slots is None and self._request.read_prompt(self._sampling.prefill_chunk):
+            while self._batch_state is None and self._request.read_prompt(self._sampling.prefill_chunk):
                 pass
 
     def read_all(self) -> State:
-        """Read the rest, including the last returned token, and return the state after the whole text.
+        """Read all unread tokens, including the last returned one, and return the state after the whole text.
 
-        Another text can continue from that state; this iterator is then exhausted.
+        Another text can continue from that state. This iterator is exhausted afterwards.
         """
         self.prefill()
         request, state = self._request, self.state
         if request.unread:
             with inference(self._model):
                 state = self._model.read(as_tensor(self._model, request.unread), state)
-        request.unread, request.state, self._slots = [], state, None
+        request.unread, request.state, self._batch_state = [], state, None
         request.finished = request.finished or "cancelled"
         assert state is not None
         return state
@@ -126,19 +126,19 @@ class Generation(Iterator[int]):
             raise StopIteration
         self.prefill()
         with inference(self._model):
-            if self._slots is None:
-                self._slots = self._join()
-            made = next_tokens(self._slots, 1, {0: self._request})
+            if self._batch_state is None:
+                self._batch_state = self._begin()
+            made = next_tokens(self._batch_state, 1, {0: self._request})
         if self._request.error is not None:
             raise self._request.error
         return made[0][1]
 
-    def _join(self) -> FixedSlots | LooseSlots:
-        """Return the only slot, with the state after the prompt."""
+    def _begin(self) -> StaticBatchState | DynamicBatchState:
+        """Return the state of a batch of one slot, which holds the state after the prompt."""
         model, state, tokens = self._model, self._request.state, self._sampling.max_tokens
         if state is not None:
             model.check_state(state, 1)
-        if not model.fixed_shapes or model.state_grows or model.most_tokens is not None:
+        if not model.static_shapes or model.state_grows or model.most_tokens is not None:
             why: str | None = "the state has no constant size, or the model a last position"
         elif self._record is False or (self._record is None and tokens < RECORD_FROM):
             why = "it is switched off" if self._record is False else f"{tokens} tokens are fewer than {RECORD_FROM}"
@@ -148,7 +148,7 @@ class Generation(Iterator[int]):
             logger.info("decoding steps call the model's modules and are not recorded: %s", why)
         else:
             model.warn_on_length(tokens + (0 if state is None else int(state.seen)))
-        slots = FixedSlots(model, 1, 1) if why is None else LooseSlots(model, 1)
-        slots.insert(0, state)
+        batch_state = StaticBatchState(model, 1, 1) if why is None else DynamicBatchState(model, 1)
+        batch_state.insert(0, state)
         self._request.state = None
-        return slots
+        return batch_state

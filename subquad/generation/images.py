@@ -89,11 +89,11 @@ def complete_images(
     cache: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> DrawnImages:
-    """Draw the pixels where `occluded` `[T]` is True; given pixels between two drawn ones are read in one pass. A pixel
-    depends only on pixels before it: given pixels that follow have no influence.
+    """Draw the pixels where `occluded` `[T]` is True, and keep the others.
 
-    The other arguments are those of `generate_images`. Also raises `ValueError` for images or a mask that do not fit
-    the model.
+    A pixel depends only on pixels before it: given pixels that follow have no influence. Those between two drawn pixels
+    are read in one pass. The other arguments are those of `generate_images`. Also raises `ValueError` for images or a
+    mask that do not fit the model.
     """
     check_at_least(1, **{"the number of images": len(pixels_NT)}, batch_size=batch_size)
     check_at_least(0, temperature=temperature)

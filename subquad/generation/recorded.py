@@ -1,4 +1,4 @@
-"""The operations of a decoding step, noted while one runs.
+"""The operations of a decoding step, noted while it runs.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -39,9 +39,9 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: list[Slot | None]
-    """The slots of what it returns; None for what is no tensor."""
+    """The slots of the values that it returns; None for a value that is not a tensor."""
     several: bool
-    """Whether it returns several values, and not a tensor."""
+    """Whether it returns a list or tuple of values."""
 
     @property
     def reads(self) -> list[Slot]:
@@ -75,14 +75,14 @@ class Call(NamedTuple):
 
 
 class Recording(TorchDispatchMode):
-    """Notes the operations within the block. `refused` is why they can't be repeated as a list; None: they can."""
+    """Note the operations within the block; `refused` says why they cannot be repeated as a list, or is None."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.refused: str | None = None
         self.calls: list[Call] = []
         self.roots: dict[Slot, Slot] = {}
-        """The slot whose memory each slot shows."""
+        """For each slot, the slot of the tensor whose memory it shows: a view's base, or itself."""
         self.constants: dict[Slot, Tensor] = {}
         """Tensors that no operation made, such as weights."""
         self._slots, self._numbers = WeakTensorKeyDictionary(), count()
@@ -90,7 +90,7 @@ class Recording(TorchDispatchMode):
         self.inputs = [self._new(x) for x in inputs]
 
     def __enter__(self) -> Recording:
-        # A cast that autocast has cached would be a constant here, and changed weights would not count.
+        # A cast that autocast has cached would be a constant here, and later changes of the weight would be ignored.
         torch.set_autocast_cache_enabled(False)
         self._reading.__enter__()
         super().__enter__()
@@ -150,7 +150,7 @@ class _Reading(TorchFunctionMode):
 class Recorded:
     """The operations of `step(*inputs)`, recorded while it ran.
 
-    `outputs` are those of the step that was recorded, and `refused` says why it can't be repeated, if so.
+    `outputs` are those of the step that was recorded; `refused` says why it cannot be repeated, or is None.
     """
 
     def __init__(self, step: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> None:
@@ -178,6 +178,8 @@ class Recorded:
             else:
                 same.update(zip(call.makes, again.makes, strict=True))
         results = [same[slot] for slot in results]
+        # A view of a repeated result shows the memory of the first one.
+        self.roots = {slot: same[root] for slot, root in self.roots.items()}
         used = {self.roots[slot] for slot in [*results, *self.inputs]}
         needed: list[Call] = []
         for call in reversed(kept):
@@ -209,7 +211,7 @@ class _Renamed(dict[Slot, Slot]):
 
 
 def mapped(x: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Return arguments with `change(leaf)` for each leaf of a kind; torch's pytree takes ten times as long."""
+    """Return arguments with `change(leaf)` for leaves of the class `kind`; torch's pytree takes ten times as long."""
     if isinstance(x, kind):
         return change(x)
     if isinstance(x, list | tuple):
@@ -218,7 +220,7 @@ def mapped(x: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def leaves(x: Any, kind: type) -> list[Any]:
-    """Return the leaves of a kind in arguments."""
+    """Return the leaves of the class `kind` in arguments."""
     found: list[Any] = []
     mapped(x, kind, found.append)
     return found

@@ -1,8 +1,8 @@
-"""A recorded decoding step on memory of its own.
+"""A recorded decoding step that is repeated in memory of its own.
 
 A step of a small model is a few hundred short operations, and the modules, checks and states around them take longer
-than the operations do. Here each result has a place: a view is a tensor that is there already, and all else is a call
-that writes where the last step wrote.
+than the operations do. Here each result has its memory: views are made once, and all other operations are calls that
+write into the same memory at each step.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -34,30 +34,31 @@ WRITING = {
 IN_PLACE = {getattr(aten, name): getattr(Tensor, name) for name in ("add_", "addcmul_", "mul_", "scatter_", "sub_")}
 """Methods that take the arguments of an operation: a call through `torch.ops` takes a microsecond more."""
 READ_AHEAD = range(2**18, 2**20 + 1)
-"""Bytes of matrices that are read before one row is multiplied by them. Where such a matrix is not in a core's own
-cache, MKL reads it at a quarter of the speed of a sum, which brings it there."""
+"""Sizes, in bytes, of matrices that are summed before one row is multiplied by them. MKL's product reads a matrix that
+is not in the core's own cache at a quarter of the speed of a sum; after the sum it is there."""
 SHAPED = (aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full)
-"""Operations that read the shape of a tensor alone."""
+"""Operations that read only the shape of their tensor."""
 ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
 EXACT = (torch.float32, torch.float64)
-"""Types that operations compute in as they are."""
+"""Types whose arithmetic is done in the type itself, so that a number made a tensor of it gives the same bits."""
 
 
 class Replayed:
     """The recorded step as calls: `step(tokens)` returns the logits `[B, V]` and writes the next state into `state`.
 
-    Making it takes the second step, whose logits are `logits_BV`. The memory of a result that no later operation reads
-    is given to a later one, so that all of them together need little more than those of one layer.
+    The constructor takes the second step, whose logits are `logits_BV`. Once no later operation reads a result, its
+    memory is given to another result, so that all of them together need little more than those of one layer.
     """
 
     def __init__(self, recorded: Recorded, tokens_B1: Tensor, active_B: Tensor, state: Sequence[Tensor]) -> None:
         self._tokens_B1 = tokens_B1.clone()
         self._calls: list[Callable[[], Any]] = []
         self._weights = list(recorded.constants.values())
-        self._places = self._where()
+        self._addresses = self._current_addresses()
         self._roots = recorded.roots
         self._written = {self._roots[slot] for call in recorded.calls for slot in call.writes}
         self._steady: set[Slot] = set()
+        """Results that are the same at each step: they are computed once."""
         self._memory: dict[Slot, Tensor] = {}
         self._spare: dict[Any, list[Tensor]] = defaultdict(list)
         self._tensors = dict(zip(recorded.inputs, (self._tokens_B1, active_B, *state), strict=True))
@@ -70,7 +71,7 @@ class Replayed:
                 if (memory := self._memory.pop(root, None)) is not None:
                     self._spare[memory.dtype, memory.device, len(memory)].append(memory)
         self.logits_BV, *after = [self._tensors[slot] for slot in recorded.results]
-        self._keep(state, after)
+        self._write_state(state, after)
         del self._tensors, self._memory, self._spare
 
     def __call__(self, tokens_B1: Tensor) -> Tensor:
@@ -84,9 +85,9 @@ class Replayed:
     @property
     def stale(self) -> bool:
         """Return whether weights have moved to other memory."""
-        return self._where() != self._places
+        return self._current_addresses() != self._addresses
 
-    def _where(self) -> list[int]:
+    def _current_addresses(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._weights))
 
     def _do(self, *calls: Callable[[], Any]) -> None:
@@ -95,7 +96,7 @@ class Replayed:
         self._calls += calls
 
     def _add(self, call: Call, last: dict[Slot, int]) -> None:
-        """Run a call once, and add what repeats it."""
+        """Run an operation once, and add the calls that repeat it."""
         args, kwargs = call.arguments(self._tensors)
         if call.writes:
             self._do(partial(IN_PLACE.get(call.function.overloadpacket, call.function), *args, **kwargs))
@@ -116,7 +117,7 @@ class Replayed:
             self._do(partial(_write_results, again, outs))
 
     def _write(self, call: Call, expected: Tensor) -> bool:
-        """Add calls that write a result where it stays; return False if none give the bits that are expected."""
+        """Add calls that write the result into its memory; return False if they would not give the expected bits."""
         args, kwargs = call.arguments(self._tensors)
         out = self._room(call.makes[0], expected).zero_()
         try:
@@ -131,7 +132,7 @@ class Replayed:
         return True
 
     def _room(self, slot: Slot, like: Tensor) -> Tensor:
-        """Return the memory of a result: spare, or new."""
+        """Return the tensor of a result, in spare or new memory."""
         if slot not in self._memory:
             size = max(0, sum((n - 1) * stride for n, stride in zip(like.shape, like.stride(), strict=True)) + 1)
             spare = self._spare[like.dtype, like.device, size]
@@ -139,8 +140,8 @@ class Replayed:
             self._tensors[slot] = self._memory[slot].as_strided(like.shape, like.stride())
         return self._tensors[slot]
 
-    def _keep(self, state: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-        """Write the new state into the old one's tensors; what stands in their memory is copied first."""
+    def _write_state(self, state: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+        """Write the new state into the old state's tensors; new values that lie in those tensors are copied first."""
         pairs = [(x, y) for x, y in zip(state, after, strict=True) if not _is_same(x, y)]
         held = {memory_of(x) for x in state}
         for i, (x, y) in enumerate(pairs):
@@ -197,7 +198,7 @@ def _filled(function: Any, out: Tensor, x: Tensor, mask: Tensor, value: Any) -> 
 
 def _rolled(function: Any, out: Tensor, x: Tensor, shifts: Sequence[int], dims: Sequence[int]) -> Calls:
     if len(dims) != 1:
-        raise TypeError("one dimension is rolled by two copies")
+        raise TypeError("two copies roll one dimension alone")
     size, shift = x.shape[dims[0]], shifts[0] % x.shape[dims[0]]
     first, last = x.split([size - shift, shift], dims[0])
     to_first, to_last = out.split([shift, size - shift], dims[0])

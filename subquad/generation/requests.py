@@ -1,4 +1,4 @@
-"""A text that is generated, and the step that gives texts their next tokens.
+"""One sequence that is generated, and the step that chooses the next token of each.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from subquad.generation.batch_state import DynamicBatchState, StaticBatchState, as_tensor
 from subquad.generation.sampling import Sampler, SamplingConfig
-from subquad.generation.slots import FixedSlots, LooseSlots, as_tensor
 from subquad.models import Decoder
 from subquad.state import State
 
@@ -22,7 +22,8 @@ Finished = Literal["length", "stop", "cancelled", "error"]
 class Continuation:
     """Tokens that continue a prompt, with a stop token last, if one ended it.
 
-    `finished` is None while it grows, then `length` (`max_tokens` were generated), `stop`, `cancelled` or `error`.
+    `finished` is None while tokens are added, then `length` (`max_tokens` were generated), `stop`, `cancelled` or
+    `error`.
     """
 
     tokens: list[int]
@@ -30,9 +31,9 @@ class Continuation:
 
 
 class Request(Continuation):
-    """A sequence of a `Generation` or, made by `add`, of a `BatchDecoder`; `tokens` grows with each step.
+    """A sequence of a `Generation` or, made by `add`, of a `BatchDecoder`; each step adds to `tokens`.
 
-    `error` is the exception that ended it, if one did. With `keep_state`, `state` holds at the end what was read: the
+    `error` is the exception that ended it, if one did. With `keep_state`, `state` is at the end the state after the
     prompt and all generated tokens but the last. `state_bytes` is the size of its state at the last token. Raises
     `ValueError` or `TypeError` for a prompt that is empty or holds an invalid token.
     """
@@ -57,18 +58,18 @@ class Request(Continuation):
         self.unread = checked_prompt(prompt, model.config.vocab_size)
         self.prompt_tokens = len(self.unread)
         self._sampling = sampling
-        said = [*before, *self.unread]
-        self._choose = Sampler(sampling, model.config.vocab_size, said, stop_tokens=stop_tokens)
+        text = [*before, *self.unread]
+        self._choose = Sampler(sampling, model.config.vocab_size, text, stop_tokens=stop_tokens)
         self._stop_tokens = frozenset(stop_tokens)
         self.keep_state = keep_state
         self.owner = owner
         self.slot: int | None = None
 
     def read_prompt(self, chunk: int) -> int:
-        """Read up to `chunk` tokens of the prompt, sparing its last one; return how many were read.
+        """Read up to `chunk` tokens of the prompt, but never its last one; return how many were read.
 
-        A model with predictions for its last tokens alone (`PerceiverAR`) reads them in one piece: each piece would end
-        with latents that the next piece would turn into history.
+        A model that predicts for its last tokens alone (`PerceiverAR`) reads the prompt in one piece: latents at the
+        end of a piece would become history of the next one.
         """
         left = len(self.unread) - 1
         count = left if self._model.predicts_last is not None else min(chunk, left)
@@ -87,16 +88,17 @@ class Request(Continuation):
 
 
 def next_tokens(
-    slots: FixedSlots | LooseSlots, count: int, running: Mapping[int, Request]
+    batch_state: StaticBatchState | DynamicBatchState, slots: int, running: Mapping[int, Request]
 ) -> list[tuple[Request, int]]:
-    """Read the last token of each running request, by its slot of `count`, and return the next ones, in that order.
+    """Read the last token of each running request and return each request with its next token, in order of slots.
 
-    This is where logits become tokens. A request with non-finite logits is finished by an `error`.
+    `running` has the requests by their slot, below `slots`. All tokens are chosen here, except those of beams. A
+    request with non-finite logits is finished by an `error`.
     """
-    fed = [0] * count
+    fed = [0] * slots
     for slot, request in running.items():
         fed[slot] = request.unread[-1]
-    logits_BV = slots.step(fed).detach()
+    logits_BV = batch_state.step(fed).detach()
     likeliest, finite = logits_BV.argmax(-1).tolist(), logits_BV.isfinite().all(-1).tolist()
     made = []
     for slot, request in sorted(running.items()):
@@ -108,7 +110,7 @@ def next_tokens(
             except ValueError as error:
                 request.finished, request.error = "error", error
                 continue
-        request.state_bytes = slots.bytes_of(slot)
+        request.state_bytes = batch_state.bytes_of(slot)
         request._add(token)
         made.append((request, token))
     return made

@@ -27,7 +27,7 @@ class SamplingConfig(Config):
     top_p: float | None = None
     """Keep the fewest tokens whose probabilities sum to at least p (None: all)."""
     min_p: float | None = None
-    """Keep the tokens that are at least this times as likely as the likeliest one (None: all)."""
+    """Keep the tokens whose probability is at least this times that of the likeliest one (None: all)."""
     repetition_penalty: float = 1.0
     """Divide positive logits of tokens that are already in the text by this, multiply negative ones (1: off)."""
     presence_penalty: float = 0.0
@@ -37,7 +37,7 @@ class SamplingConfig(Config):
     logit_bias: dict[int, float] | None = None
     """Add to the logits of tokens, by id; between -100 (never) and 100 (always), as in OpenAI's API."""
     min_tokens: int = 0
-    """Fewest tokens to generate before one that ends the text."""
+    """Fewest tokens to generate before a stop token may end the text."""
     seed: int | None = None
     """Seed of the random numbers; the same seed repeats a text (None: a new one each time)."""
     prefill_chunk: int = 4096
@@ -91,7 +91,7 @@ class Sampler:
         if sampling.min_tokens and len(self._ends) == vocab_size:
             raise ValueError(f"min_tokens={sampling.min_tokens} needs a token that does not end the text; all do")
         self._random: torch.Generator | None = None
-        self._said_V: Tensor | None = None
+        self._used_V: Tensor | None = None
         if sampling.temperature > 0:
             self._random = torch.Generator()
             if sampling.seed is None:
@@ -99,21 +99,21 @@ class Sampler:
             else:
                 self._random.manual_seed(sampling.seed)
         if sampling.repetition_penalty != 1:
-            self._said_V = torch.zeros(vocab_size, dtype=torch.bool)
-            self._said_V[torch.tensor(list(tokens), dtype=torch.long)] = True
+            self._used_V = torch.zeros(vocab_size, dtype=torch.bool)
+            self._used_V[torch.tensor(list(tokens), dtype=torch.long)] = True
 
     @property
     def takes_the_likeliest(self) -> bool:
         """Return whether the choice is always the token with the highest logit."""
         early = self._made < self.sampling.min_tokens
-        return self._random is None and self._said_V is None and self._added_V is None and not early
+        return self._random is None and self._used_V is None and self._added_V is None and not early
 
     def __call__(self, logits_V: Tensor, /) -> int:
         """Return the next token. Raises `ValueError` if a logit is not finite."""
         logits_V = logits_V.detach().double().cpu()
         check_finite(logits_V)
-        if self._said_V is not None:
-            logits_V = penalised(logits_V, self._said_V, self.sampling.repetition_penalty)
+        if self._used_V is not None:
+            logits_V = penalised(logits_V, self._used_V, self.sampling.repetition_penalty)
         if self._added_V is not None:
             logits_V = logits_V + self._added_V
         if self._made < self.sampling.min_tokens and len(self._ends):
@@ -124,8 +124,8 @@ class Sampler:
 
     def _record(self, token: int) -> None:
         self._made += 1
-        if self._said_V is not None:
-            self._said_V[token] = True
+        if self._used_V is not None:
+            self._used_V[token] = True
         if self._added_V is not None:
             self._added_V[token] -= self.sampling.frequency_penalty
             self._added_V[token] -= 0 if token in self._generated else self.sampling.presence_penalty
@@ -133,7 +133,7 @@ class Sampler:
 
 
 def _bias(sampling: SamplingConfig, vocab_size: int) -> Tensor | None:
-    """Return what is added to the logits of the first token, or None if nothing ever is."""
+    """Return what is added to the first token's logits, `[V]`; None without a bias, presence or frequency penalty."""
     biases = sampling.logit_bias or {}
     for token in biases:
         if not 0 <= token < vocab_size:
@@ -151,12 +151,12 @@ def check_finite(logits: Tensor, /) -> None:
         raise ValueError("the model's logits must be finite, got NaN or infinity; its weights may be damaged")
 
 
-def penalised(logits_V: Tensor, said_V: Tensor, penalty: float, /) -> Tensor:
+def penalised(logits_V: Tensor, used_V: Tensor, penalty: float, /) -> Tensor:
     """Return `z / penalty` for z > 0 and `z * penalty` for z < 0, for the tokens already in the text.
 
     Source: CTRL (Keskar et al. 2019, arXiv:1909.05858, section 4.1), which always divides; that raises negative logits.
     """
-    return torch.where(said_V, torch.where(logits_V > 0, logits_V / penalty, logits_V * penalty), logits_V)
+    return torch.where(used_V, torch.where(logits_V > 0, logits_V / penalty, logits_V * penalty), logits_V)
 
 
 def sample(logits_V: Tensor, sampling: SamplingConfig, random: torch.Generator, /) -> int:

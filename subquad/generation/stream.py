@@ -68,8 +68,8 @@ class TextStream:
 class StopStrings:
     """Pass a stream of text on up to the first stop string, without any part of it.
 
-    A possible beginning of a stop string is held back until it is decided. If several stop strings are complete at the
-    same time, the one that begins first wins. Raises `ValueError` for an empty stop string.
+    A possible beginning of a stop string is held back until later text shows whether it is one. If several stop strings
+    are complete at the same time, the one that begins first wins. Raises `ValueError` for an empty stop string.
     """
 
     def __init__(self, stops: Sequence[str], /) -> None:
@@ -86,9 +86,9 @@ class StopStrings:
         text = self._held + piece
         found = [(text.find(stop), stop) for stop in self._stops if stop in text]
         if found:
-            place, self.stopped = min(found, key=lambda place_and_stop: (place_and_stop[0], len(place_and_stop[1])))
+            begin, self.stopped = min(found, key=lambda pair: (pair[0], len(pair[1])))
             self._held = ""
-            return text[:place]
+            return text[:begin]
         held = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

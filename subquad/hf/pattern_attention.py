@@ -90,7 +90,7 @@ def _parts(name: str, num_heads: int, options: tuple[tuple[str, int | str, type]
     with torch.device("meta"):  # only its patterns are needed
         layer = build(name, dim=2 * num_heads, num_heads=num_heads, **values)
     sight: Any = layer.sight
-    return tuple(Part(heads, union) for heads, union in sight.unions(num_heads))
+    return tuple(Part(heads, union) for heads, union in sight.patterns_per_head_group(num_heads))
 
 
 class KeyLayout(NamedTuple):

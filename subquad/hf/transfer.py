@@ -73,7 +73,7 @@ def _taken(model: PreTrainedModel) -> SubquadForCausalLM:
             raise ValueError(f"the {family.name} model has no tensor {move.theirs!r}")
         for name, part in zip(move.ours, move.cut(tensors.pop(move.theirs).detach()), strict=True):
             ours[_ours(name)] = part.clone(memory_format=torch.contiguous_format)
-    copies = {copy: source for name in attending.mechanisms for copy, source in mechanism(name).copied.items()}
+    copies = {copy: source for name in attending.mechanisms for copy, source in mechanism(name).weight_map.items()}
     for copy, source in copies.items():
         found = {name: tensor for name, tensor in ours.items() if f".attention.{source}." in name}
         ours |= {name.replace(f".{source}.", f".{copy}."): tensor.clone() for name, tensor in found.items()}

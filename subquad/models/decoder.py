@@ -311,7 +311,7 @@ class Decoder(nn.Module):
         return any(block.attention.state_grows for block in self.blocks())
 
     @property
-    def fixed_shapes(self) -> bool:
+    def static_shapes(self) -> bool:
         """Whether the state's shapes depend only on the number of tokens, so that a decoding step can be compiled."""
         return True
 

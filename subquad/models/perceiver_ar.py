@@ -231,7 +231,7 @@ class PerceiverAR(Decoder):
         return max(0, self.latents - prompt + 1 - _used_latents(state))
 
     @property
-    def fixed_shapes(self) -> bool:
+    def static_shapes(self) -> bool:
         """False: a state holds the keys of a varying number of latents."""
         return False
 

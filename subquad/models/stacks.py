@@ -184,7 +184,7 @@ class Stack:
 
 NO_MATRIX = "a stack of layers has no one matrix of weights"
 WHOLE = "bidirectional: reads whole sequences and keeps no state"
-NO_RINGS = "its state has no rings"
+NO_STATIC_CACHE = "it has no static cache"
 ALL_PARTS = "the latents are all in the last part and read a history from all parts"
 ONE_DOCUMENT = "a row's latents read one document: it takes no packed ones"
 BIDIRECTIONAL = (
@@ -224,7 +224,7 @@ STACKS: dict[str, Stack] = {
             exemptions=(
                 (Law.WEIGHTS, NO_MATRIX),
                 (Law.DOCUMENTS, ONE_DOCUMENT),
-                (Law.IN_PLACE, NO_RINGS),
+                (Law.IN_PLACE, NO_STATIC_CACHE),
                 (Law.RANKS, ALL_PARTS),
             ),
             cost_note="perceiver_ar's state is small because exact decoding (decode=exact) computes its latents anew "

@@ -106,11 +106,11 @@ def _graph(key: tuple[Any, ...]) -> Callable[..., tuple[Tensor, Tensor]]:
 def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, slots: Slots) -> tuple[Any, ...]:
     """Return everything that a compiled graph depends on. Positions are inputs, so decoding steps share a graph."""
     inputs = tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in (q, k, v))
-    rows = _standing(slots), slots.q_doc_BT is None
+    rows = _only_pattern(slots), slots.q_doc_BT is None
     return pattern, rows, inputs, q.device, torch.is_grad_enabled()
 
 
-def _standing(slots: Slots) -> bool:
+def _only_pattern(slots: Slots) -> bool:
     """Return True if all queries and keys are real and begin at position 0: only the pattern fixes the mask then."""
     return slots.q_start == slots.k_start == 0 and all(x is None for x in slots[2:])
 
@@ -123,21 +123,21 @@ Listed = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def _mask(q_BHTK: Tensor, k_BGSK: Tensor, pattern: Pattern, slots: Slots) -> BlockMask:
     B, T, S, device = q_BHTK.shape[0], q_BHTK.shape[2], k_BGSK.shape[2], q_BHTK.device
-    if _standing(slots) and not torch.compiler.is_compiling():
-        return _standing_mask(pattern, T, S, device)
+    if _only_pattern(slots) and not torch.compiler.is_compiling():
+        return _pattern_mask(pattern, T, S, device)
     listed = listed_blocks(pattern.key(), B, T, S, device, *slots)
     return _block_mask(listed, _seen(pattern, slots, B, T, S, device), T, S)
 
 
 @functools.lru_cache(maxsize=MASKS)
-def _standing_mask(pattern: Pattern, T: int, S: int, device: torch.device) -> BlockMask:
+def _pattern_mask(pattern: Pattern, T: int, S: int, device: torch.device) -> BlockMask:
     with torch.inference_mode(False):  # the cached mask may serve training next
         seen = _seen(pattern, Slots(0, 0), 1, T, S, device)
-        return _block_mask(_standing_blocks(pattern, T, S, device), seen, T, S)
+        return _block_mask(_pattern_blocks(pattern, T, S, device), seen, T, S)
 
 
 @functools.lru_cache(maxsize=MASKS)
-def _standing_blocks(pattern: Pattern, T: int, S: int, device: torch.device) -> Listed:
+def _pattern_blocks(pattern: Pattern, T: int, S: int, device: torch.device) -> Listed:
     with torch.inference_mode(False):
         return _listed_by(pattern, Slots(0, 0), 1, T, S, device)
 
@@ -157,22 +157,22 @@ def _block_mask(listed: Listed, seen: Seen, T: int, S: int) -> BlockMask:
 def listed_blocks(pattern: str, B: int, T: int, S: int, device: torch.device, *given: Any) -> Listed:
     """Return the visible blocks as `Listed`."""
     rule, slots = Pattern.from_key(pattern), Slots(*given)
-    if not _standing(slots):
+    if not _only_pattern(slots):
         return _listed_by(rule, slots, B, T, S, device)
     # Copies: a compiled graph may reuse an operator's output as a buffer.
-    some, which, whole, whole_which = (x.clone() for x in _standing_blocks(rule, T, S, device))
+    some, which, whole, whole_which = (x.clone() for x in _pattern_blocks(rule, T, S, device))
     return some, which, whole, whole_which
 
 
 @listed_blocks.register_fake
 def _(pattern, B, T, S, device, *slots):  # type: ignore[no-untyped-def]
-    shape = 1 if _standing(Slots(*slots)) else B, 1, -(-T // BLOCK)
+    shape = 1 if _only_pattern(Slots(*slots)) else B, 1, -(-T // BLOCK)
     sizes = (shape, (*shape, -(-S // BLOCK))) * 2
     return tuple(torch.empty(size, dtype=torch.int32, device=device) for size in sizes)
 
 
 def _seen(pattern: Pattern, slots: Slots, B: int, T: int, S: int, device: torch.device) -> Seen:
-    if _standing(slots):
+    if _only_pattern(slots):
         return lambda b, h, t, s: pattern.allowed(t, s)
     q_pos_BT, k_pos_BS = slots.q_pos_BT, slots.k_pos_BS
     if q_pos_BT is None or k_pos_BS is None:

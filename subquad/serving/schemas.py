@@ -103,7 +103,7 @@ class _Request(BaseModel):
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Whole, Field(ge=1)] | None = Field(None, description="Extension: keep the k likeliest tokens.")
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = Field(
-        None, description="Extension: keep tokens at least this times as likely as the likeliest."
+        None, description="Extension: keep tokens whose probability is at least this times the highest."
     )
     repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = Field(
         None, description="Extension: makes tokens that are already in the text less likely; 1 is off."

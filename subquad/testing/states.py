@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from subquad.attention import Attention
-from subquad.attention.conversions import after_all_ranks, from_ring, to_ring
+from subquad.attention.conversions import after_all_ranks, from_static_cache, to_static_cache
 from subquad.attention.drafts import DraftedTokens
 from subquad.attention.laws import Law
 from subquad.parallel import Sent, context_parallel
@@ -108,24 +108,26 @@ class LawsOfStates(Judged):
             for before in (1, 8, 20):
                 x = self.inputs(before + 13, 1)
                 state, (whole, last) = self.state_of(layer, x[:, :before]), layer(x)
-                ring, copy = to_ring(layer, state, before + 20), state.map(Tensor.clone)
-                if not layer.rings:
-                    assert ring is state is from_ring(layer, state), f"{layer.name} has no rings and changes its state"
+                cache, copy = to_static_cache(layer, state, before + 20), state.map(Tensor.clone)
+                if not layer.has_static_cache:
+                    what = f"{layer.name} has no static cache and changes its state"
+                    assert cache is state is from_static_cache(layer, state), what
                     continue
-                ring, what = ring.with_counts_by_row(), f"in place after {before} tokens"
-                rings = {name: x for name, x in ring.entries.items() if isinstance(x, Tensor) and name not in state}
-                assert_same_rows(from_ring(layer, ring), state, assert_exact, f"state {what}")
+                cache, what = cache.with_counts_by_row(), f"in place after {before} tokens"
+                tensors = {name: x for name, x in cache.entries.items() if isinstance(x, Tensor) and name not in state}
+                assert_same_rows(from_static_cache(layer, cache), state, assert_exact, f"state {what}")
                 outputs = []
                 for token in x[:, before:].split(1, 1):
-                    y, ring = layer(token, ring)
+                    y, cache = layer(token, cache)
                     outputs.append(y)
                 assert_same_maths(torch.cat(outputs, 1), whole[:, before:], f"outputs {what}")
-                assert_same_rows(from_ring(layer, ring), last, assert_same_maths, f"state of 13 more tokens {what}")
+                after = from_static_cache(layer, cache)
+                assert_same_rows(after, last, assert_same_maths, f"state of 13 more tokens {what}")
                 assert_same_state(state, copy, assert_exact, f"state that was read {what}")
-                moved = [name for name, x in rings.items() if ring.tensor(name).data_ptr() != x.data_ptr()]
+                moved = [name for name, x in tensors.items() if cache.tensor(name).data_ptr() != x.data_ptr()]
                 assert not moved, f"entries {moved} are not written in place; allowed: none"
-                drafted = DraftedTokens(layer, x[:, before : before + 6], to_ring(layer, state, before + 20))
-                back, n = to_ring(layer, drafted.after(4), before + 20).with_counts_by_row(), before + 4
+                drafted = DraftedTokens(layer, x[:, before : before + 6], to_static_cache(layer, state, before + 20))
+                back, n = to_static_cache(layer, drafted.after(4), before + 20).with_counts_by_row(), before + 4
                 y, _ = layer(x[:, n : n + 1], back)
                 assert_same_maths(y, whole[:, n : n + 1], f"output of one token {what}, 4 and 2 taken back")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from subquad.attention import Linear, Logsparse, build
-from subquad.attention.conversions import to_ring
+from subquad.attention.conversions import to_static_cache
 from subquad.attention.drafts import DraftedTokens
 from subquad.attention.memories.key_values import Sight
 from subquad.attention.memories.recurrence import Recurrence
@@ -53,11 +53,11 @@ def test_a_memory_is_read_once(past):
 
 def test_decoding_in_place_takes_one_token_without_padding():
     layer = build("window", width=4, **SIZES).double()
-    ring = to_ring(layer, layer(X)[1], 40).with_counts_by_row()
+    cache = to_static_cache(layer, layer(X)[1], 40).with_counts_by_row()
     with pytest.raises(ValueError, match=r"reads one token of each row, without padding, got 5 tokens$"):
-        layer(X, ring)
+        layer(X, cache)
     with pytest.raises(ValueError, match="reads one token of each row, without padding, got 1 tokens with padding"):
-        layer(X[:, :1], ring, mask=torch.ones(1, 1, dtype=torch.bool))
+        layer(X[:, :1], cache, mask=torch.ones(1, 1, dtype=torch.bool))
 
 
 def test_a_bidirectional_layer_has_no_rows_before():
@@ -183,7 +183,7 @@ class NoMask:
 
 
 def test_a_union_of_patterns_is_read_in_place(monkeypatch):
-    monkeypatch.setattr(Logsparse, "rings", True)
+    monkeypatch.setattr(Logsparse, "has_static_cache", True)
     test_logsparse.TestLogsparse().test_in_place_decoding_is_decoding()
 
 

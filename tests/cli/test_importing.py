@@ -123,7 +123,7 @@ def test_a_llama2c_checkpoint_is_generated_from_measured_and_audited(stories, tm
     printed("audit", ours, "--tokens", "8", "--batch", "2", "--long", "0", "--contexts", "[]")
 
 
-def test_a_tokenizer_is_missed_or_of_another_model(stories, tmp_path, capsys, refused):
+def test_a_missing_tokenizer_is_named_and_one_of_another_model_refused(stories, tmp_path, capsys, refused):
     assert main(["import", str(stories[0]), "--out", str(tmp_path / "ours")]) == 0
     shown = capsys.readouterr()
     assert "has no tokenizer, which generate, eval and serve need: use --tokenizer" in shown.err

@@ -21,11 +21,11 @@ HISTORIES = {
 MECHANISMS = [name for name in attention.names() if "causal" in attention.mechanism(name).forms]
 EXACT, REFILL = ([f"perceiver_ar {history} {decode}" for history in HISTORIES] for decode in ("exact", "refill"))
 QUICK = [*MECHANISMS, *EXACT, "perceiver_ar self refill", "hybrid", "loops", "learned", "sinks", "post"]
-EVERY = [*QUICK, *(name for name in REFILL if name not in QUICK), "llp first block", "gated", "diagonal"]
+ALL = [*QUICK, *(name for name in REFILL if name not in QUICK), "llp first block", "gated", "diagonal"]
 
 
-def every(quick=QUICK, names=EVERY):
-    """Parametrize by `name`; names outside `quick` are slow."""
+def with_models(quick=QUICK, names=ALL):
+    """Parametrize a test by the `name` of a model; names outside `quick` are slow."""
     slow = pytest.mark.slow
     return pytest.mark.parametrize(
         "name", [name if name in quick else pytest.param(name, marks=slow) for name in names]

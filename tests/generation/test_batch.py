@@ -1,4 +1,4 @@
-"""Continuous batching: joining, leaving, limits; test_states.py has that each sequence is decoded as if alone."""
+"""Continuous batching: joining, leaving, limits; test_states.py tests that each sequence is decoded as if alone."""
 
 from functools import partial
 
@@ -129,12 +129,12 @@ def test_a_cancelled_request_leaves_its_slot_to_the_next():
     assert (first.finished, len(first.tokens)) == ("cancelled", 1)
     assert (second.finished, second.tokens) == ("cancelled", [])
     assert third.tokens == alone(model, numbers(7, 7))
-    assert decoder._slots.take(0).seen == 0, "nothing of a sequence is left"
+    assert decoder._batch_state.state_of(0).seen == 0, "nothing of a sequence is left"
 
 
 @pytest.mark.parametrize("name", ["window 32", pytest.param("llp", marks=slow), pytest.param("full", marks=slow)])
 def test_a_step_is_compiled_once_and_gives_the_same_tokens(name, monkeypatch):
-    """A cache of 31 keys drops one a token without a copy, so that its strides are others than those of a new row."""
+    """A cache of 31 keys drops one key a token without a copy, so its strides differ from those of a new row."""
     config = config_of(name.partition(" ")[0]).replace(num_layers=1)
     if name == "window 32":
         config = config.replace(options={"window": {"width": 32}})
@@ -184,7 +184,7 @@ def test_a_request_for_no_tokens_ends_at_once():
     assert (request.finished, request.tokens, request.state) == ("length", [], None)
 
 
-def test_idle_slots_run_into_no_limit():
+def test_empty_slots_reach_no_limit_of_positions():
     model, sampling = make("learned"), GREEDY.replace(max_tokens=40)
     decoder = BatchDecoder(model, slots=2)
     for _ in range(2):
@@ -197,7 +197,7 @@ def test_idle_slots_run_into_no_limit():
     *((lambda name=name: BatchDecoder(make("latte"), **{name: 0}), f"{name} must be at least 1, got 0")
       for name in ("slots", "max_context", "prefill_chunk")),
     (lambda: BatchDecoder(make("perceiver_ar self exact"), compile=True),
-     "compile=True needs states of fixed shape, which perceiver_ar"),
+     "compile=True needs states of static shape, which perceiver_ar"),
     (lambda: generate_batch(make("latte"), [[1]], samples=0), "samples must be at least 1, got 0"),
     (lambda: BatchDecoder(make("latte")).add([], GREEDY), "the prompt must hold at least one token"),
     (lambda: BatchDecoder(make("latte")).add([1], GREEDY, state=state_of(make("full"), [1, 2])),

@@ -1,4 +1,4 @@
-"""One sequence, token by token; test_states.py has that its tokens are right."""
+"""One sequence, token by token; test_states.py compares its tokens with full passes."""
 
 from dataclasses import fields
 
@@ -19,7 +19,7 @@ def test_a_stop_token_is_returned_and_ends_the_sequence():
     assert list(generate(model, PROMPT, **GREEDY, stop_tokens=[free[4]])) == free[: free.index(free[4]) + 1]
 
 
-def test_every_option_arrives(monkeypatch):
+def test_generate_passes_all_its_options_on(monkeypatch):
     monkeypatch.setitem(generate.__globals__, "SamplingConfig", dict)
     monkeypatch.setitem(generate.__globals__, "Generation", lambda *arguments, **others: (*arguments, others))
     options = {field.name: object() for field in fields(SamplingConfig)}
@@ -38,7 +38,7 @@ def test_mode_and_gradients_are_left_alone():
     assert set(found) == {False}
 
 
-def test_a_perceiver_reads_its_prompt_in_one_piece_and_without_a_pass_if_each_token_needs_one():
+def test_exact_decoding_of_a_perceiver_takes_one_pass_a_token_and_none_for_the_prompt():
     model, passes = make("perceiver_ar self exact"), []
     model.norm.register_forward_hook(lambda *_: passes.append(1))
     generation = Generation(model, list(range(20)), SamplingConfig(max_tokens=2, prefill_chunk=3))
@@ -48,7 +48,7 @@ def test_a_perceiver_reads_its_prompt_in_one_piece_and_without_a_pass_if_each_to
     assert len(passes) == 2
 
 
-def test_a_frozen_model_ends_with_an_error_after_as_many_tokens_as_it_says():
+def test_a_frozen_model_raises_after_most_new_tokens():
     options = {"perceiver_ar": {"latents": 5, "history": "self", "history_tokens": 6, "decode": "frozen"}}
     torch.manual_seed(0)
     model = build_model(config_of("perceiver_ar self exact").replace(options=options, init_std=0.5)).double().eval()

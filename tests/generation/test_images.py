@@ -5,14 +5,14 @@ import torch
 
 from subquad.generation import complete_images, generate_images
 from subquad.testing import assert_exact
-from tests.generation.models import MECHANISMS, every
+from tests.generation.models import MECHANISMS, with_models
 from tests.models.test_image import image_model
 
 HALF = torch.arange(12) >= 6
 
 
-@every(("full", "latte", "linear", "llp", "window"), MECHANISMS)
-def test_a_carried_state_draws_what_the_whole_prefix_does(name):
+@with_models(("full", "latte", "linear", "llp", "window"), MECHANISMS)
+def test_a_carried_state_draws_the_same_pixels_as_the_whole_prefix(name):
     model = image_model(name, near=1, output="logistic")
     carried = generate_images(model, 3, seed=5)
     whole = generate_images(model, 3, seed=5, cache=False)
@@ -47,7 +47,7 @@ def test_given_pixels_stay_and_drawn_ones_depend_on_them():
     assert nothing.state_bytes == 0
 
 
-def test_a_hole_is_drawn_from_what_comes_before_alone():
+def test_drawn_pixels_depend_only_on_pixels_before_them():
     model = image_model(near=1)
     hole = (torch.arange(12) >= 4) & (torch.arange(12) < 7)
     pixels = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(0)).to(torch.uint8)

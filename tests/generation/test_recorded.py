@@ -1,68 +1,68 @@
-"""A recorded step does what the model does, and a ring of keys holds what a cache holds."""
+"""A recorded step gives the model's logits, in a state whose keys are in a static cache."""
 
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from subquad.attention import build
-from subquad.attention.conversions import to_ring
+from subquad.attention.conversions import to_static_cache
 from subquad.generation import generate
+from subquad.generation.batch_state import StaticBatchState
 from subquad.generation.recorded import Recorded, joined
 from subquad.generation.replayed import Replayed
-from subquad.generation.slots import FixedSlots
 from subquad.testing import assert_exact, assert_same_maths
-from tests.generation.models import MECHANISMS, every, make, numbers
+from tests.generation.models import MECHANISMS, make, numbers, with_models
 
 NAMED = ("loops", "hybrid", "sinks", "gated", "post", "diagonal")
 
 
-@every(("linear", "full", "loops", "sinks", "gated", "post", "diagonal"), (*MECHANISMS, *NAMED))
+@with_models(("linear", "full", "loops", "sinks", "gated", "post", "diagonal"), (*MECHANISMS, *NAMED))
 def test_a_recorded_step_has_the_models_logits(name):
     model = make(name)
-    fixed, states = FixedSlots(model, 2, 40), []
+    static, states = StaticBatchState(model, 2, 40), []
     with torch.no_grad():
         for slot, tokens in enumerate((3, 20)):
             states.append(model.hidden(torch.tensor([numbers(tokens)]))[1])
-            fixed.insert(slot, states[-1])
+            static.insert(slot, states[-1])
         for token in range(8):
-            before = joined(fixed._like, [x.clone() for x in fixed._tensors])
-            expected_BV, _ = fixed._forward(torch.tensor([[token], [token + 1]]), fixed._active_B, before)
-            logits_BV = fixed.step([token, token + 1])
+            before = joined(static._like, [x.clone() for x in static._tensors])
+            expected_BV, _ = static._forward(torch.tensor([[token], [token + 1]]), static._active_B, before)
+            logits_BV = static.step([token, token + 1])
             assert_exact(logits_BV, expected_BV)
             for slot, state in enumerate(states):
                 out_11V, states[slot] = model(torch.tensor([[token + slot]]), state)
                 assert_same_maths(logits_BV[slot], out_11V[0, 0])
         last_11 = torch.tensor([[1]])
         for slot, state in enumerate(states):
-            assert_same_maths(model(last_11, fixed.take(slot))[0], model(last_11, state)[0])
+            assert_same_maths(model(last_11, static.state_of(slot))[0], model(last_11, state)[0])
 
 
-def test_a_step_is_recorded_once_and_changed_weights_count():
+def test_a_step_is_recorded_once_and_sees_changed_weights():
     model, token = make("linear"), torch.tensor([[2]])
-    fixed = FixedSlots(model, 1, 1)
+    static = StaticBatchState(model, 1, 1)
     with torch.no_grad():
-        fixed.step([1])
-        before = fixed.step([2])
+        static.step([1])
+        before = static.step([2])
         model.embedding.tokens.weight.mul_(0.5)
-        expected_BV, _ = fixed._forward(token, fixed._active_B, joined(fixed._like, fixed._tensors))
-        after = fixed.step([2])
+        expected_BV, _ = static._forward(token, static._active_B, joined(static._like, static._tensors))
+        after = static.step([2])
         assert_exact(after, expected_BV)
         assert not torch.equal(after, before)
-        assert len(fixed._steps) == 1
+        assert len(static._steps) == 1
         weight = model.layers[0].attention.query.weight
         weight.data = weight + 1
-        expected_BV, _ = fixed._forward(token, fixed._active_B, joined(fixed._like, fixed._tensors))
-        assert_exact(fixed.step([2]), expected_BV)
+        expected_BV, _ = static._forward(token, static._active_B, joined(static._like, static._tensors))
+        assert_exact(static.step([2]), expected_BV)
 
 
 @pytest.mark.parametrize("name", ["latte", "window"])
-def test_recorded_steps_with_and_without_autocast_go_on_from_one_another(name):
+def test_steps_recorded_with_and_without_autocast_share_the_state(name):
     model = make(name).float()
-    fixed, called = FixedSlots(model, 1, 1), FixedSlots(model, 1, 1, record=False)
+    static, called = StaticBatchState(model, 1, 1), StaticBatchState(model, 1, 1, record=False)
     for token, half in enumerate((False, False, False, True, False, True, True, True, False)):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
-            assert_exact(fixed.step([token]), called.step([token]))
-    assert all(isinstance(step, Replayed) for step in fixed._steps.values())
+            assert_exact(static.step([token]), called.step([token]))
+    assert all(isinstance(step, Replayed) for step in static._steps.values())
 
 
 def test_equal_operations_become_one_unless_they_change_a_tensor_or_have_other_keywords():
@@ -82,7 +82,22 @@ def test_equal_operations_become_one_unless_they_change_a_tensor_or_have_other_k
     assert seen_B.tolist() == [5, 7]
 
 
-def test_two_dimensions_rolled_at_once_are_right_for_values_that_were_equal_in_the_recorded_step():
+def test_views_of_a_repeated_result_keep_its_memory():
+    def step(tokens_B1, active_B, held_B):
+        first_B, again_B = held_B + 1, held_B + 1
+        view_1B = again_B[None]
+        other_B = first_B.sin()
+        return [other_B.expm1() + view_1B[0].expm1(), held_B * 2]
+
+    tokens_B1, active_B, held_B = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2), torch.tensor([0.5, 0.25])
+    expected_B, _ = step(tokens_B1, active_B, held_B)
+    replayed = Replayed(Recorded(step, [tokens_B1, active_B, held_B]), tokens_B1, active_B, [held_B])
+    assert_exact(replayed.logits_BV, expected_B)
+    expected_B, _ = step(tokens_B1, active_B, held_B)
+    assert_exact(replayed(tokens_B1), expected_B)
+
+
+def test_a_roll_of_two_dimensions_is_right_although_all_recorded_values_were_equal():
     def step(tokens_B1, active_B, held_BB):
         return [held_BB.roll((1, 1), (0, 1)), held_BB + torch.arange(4).view(2, 2)]
 
@@ -105,31 +120,31 @@ def test_steps_that_depend_on_values_are_not_recorded(step, why):
     assert why in (Recorded(lambda x: [step(x)], [torch.tensor([1.0, 2.0])]).refused or "")
 
 
-@every(("latte", "full", "sinks"), ("latte", "llp", "full", "sinks"))
-def test_a_step_in_place_keeps_every_tensor_where_it_was(name):
+@with_models(("latte", "full", "sinks"), ("latte", "llp", "full", "sinks"))
+def test_a_step_in_place_keeps_the_memory_of_all_tensors(name):
     """Such a step can be captured in a CUDA graph."""
     model = make(name)
-    usual, in_place = FixedSlots(model, 2, 20), FixedSlots(model, 2, 20)
+    usual, in_place = StaticBatchState(model, 2, 20), StaticBatchState(model, 2, 20)
     with torch.no_grad():
         places = [x.data_ptr() for x in in_place._tensors]
         for token in range(9):
             if token == 5:
-                for fixed in (usual, in_place):
-                    fixed.insert(1, model.hidden(torch.tensor([[3, 4]]))[1])
+                for static in (usual, in_place):
+                    static.insert(1, model.hidden(torch.tensor([[3, 4]]))[1])
             tokens_21 = torch.tensor([[token], [token]])
             assert_exact(in_place.step_in_place(tokens_21), usual.step([token, token]))
         assert places == [x.data_ptr() for x in in_place._tensors]
 
 
 @pytest.mark.parametrize(("name", "options"), [("window", {"width": 8}), ("llp", {"segment": 8}), ("full", {})])
-def test_a_ring_has_the_reach_or_the_capacity(name, options):
+def test_a_static_cache_has_the_reach_or_the_capacity(name, options):
     layer = build(name, dim=16, num_heads=2, **options)
-    ring = to_ring(layer, layer(torch.randn(1, 5, 16))[1], 40)
-    assert ring.tensor("near_ring_keys").shape[2] == (40 if name == "full" else 8)
+    cache = to_static_cache(layer, layer(torch.randn(1, 5, 16))[1], 40)
+    assert cache.tensor("near_ring_keys").shape[2] == (40 if name == "full" else 8)
 
 
 @pytest.mark.parametrize("name", ["latte", "window"])
-def test_a_text_is_the_same_with_and_without_recorded_steps(name, caplog):
+def test_recorded_steps_generate_the_same_text(name, caplog):
     model, prompt = make(name), numbers(9)
     settings = {"max_new_tokens": 20, "temperature": 0}
     with caplog.at_level("INFO", "subquad"):

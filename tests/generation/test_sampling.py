@@ -1,4 +1,4 @@
-"""One token from its logits."""
+"""The choice of one token from its logits."""
 
 import pytest
 import torch
@@ -96,7 +96,7 @@ def test_presence_counts_once_frequency_each_time_and_bias_always():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_token_ends_a_text_before_the_fewest_tokens(temperature):
+def test_no_stop_token_is_chosen_before_min_tokens(temperature):
     sampling = SamplingConfig(temperature=temperature, min_tokens=3, logit_bias={1: 100})
     choose = Sampler(sampling, len(LOGITS), stop_tokens=[1, 2, 77])
     found = [choose(LOGITS) for _ in range(5)]

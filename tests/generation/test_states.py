@@ -1,6 +1,6 @@
-"""Decoding with a state is reading everything again, for every causal mechanism and stack.
+"""Decoding with a state gives the tokens that reading the whole text again gives, for all causal mechanisms and stacks.
 
-Here by our own generation; tests/hf has it through `transformers.generate`.
+These tests use our own generation; those of tests/hf use `transformers.generate`.
 """
 
 import pytest
@@ -12,18 +12,18 @@ from subquad.hf import SubquadCache, SubquadConfig, SubquadForCausalLM
 from subquad.models import PerceiverAR
 from subquad.state import State
 from subquad.testing import assert_exact
-from tests.generation.models import EVERY, EXACT, REFILL, VOCABULARY, every, make, numbers
+from tests.generation.models import ALL, EXACT, REFILL, VOCABULARY, make, numbers, with_models
 
 PROMPT = numbers(11)
 FEW = ["full", "latte", "llp", "perceiver_ar self exact"]
-READ_ANEW = [name for name in EVERY if name not in REFILL]
+EXACT_DECODING = [name for name in ALL if name not in REFILL]
 SAVED = [*FEW, "bigbird", "luna", "performer", "shifted", "perceiver_ar self refill", "hybrid", "learned"]
 JOINED = [
     *SAVED, "delta_net", "longformer", "mamba2", "strided", "sinks",
     *(f"perceiver_ar {history} exact" for history in ("cross", "segments", "compressed")),
 ]  # fmt: skip
 """States of each kind; the others join the same slots in `make test-long`."""
-LATER = ("first_keys", "first_values", "own_keys", "own_values")
+KEPT_LONGER = ("first_keys", "first_values", "own_keys", "own_values")
 """Entries that a batch keeps until no later token needs them."""
 
 
@@ -33,7 +33,7 @@ def sizes(state, place=""):
     for name, entry in state.entries.items():
         if isinstance(entry, State):
             found |= sizes(entry, f"{place}{name}/")
-        elif isinstance(entry, torch.Tensor) and name not in LATER:
+        elif isinstance(entry, torch.Tensor) and name not in KEPT_LONGER:
             found[place + name] = entry.shape
     return found
 
@@ -49,14 +49,14 @@ def check_against_full_passes(name, prompt, chunk):
         ids.append(token)
 
 
-@every(names=READ_ANEW)
-def test_a_sample_is_that_of_full_passes(name):
+@with_models(names=EXACT_DECODING)
+def test_tokens_are_those_sampled_from_full_passes(name):
     check_against_full_passes(name, 11, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 4096])
-@pytest.mark.parametrize("name", READ_ANEW)
+@pytest.mark.parametrize("name", EXACT_DECODING)
 def test_a_sample_does_not_depend_on_the_chunks_of_the_prompt(name, chunk):
     check_against_full_passes(name, 11, chunk)
 
@@ -67,7 +67,7 @@ def test_a_prompt_may_be_shorter_than_the_latents(name, prompt):
     check_against_full_passes(name, prompt, 2)
 
 
-@every(SAVED)
+@with_models(SAVED)
 def test_a_text_continues_from_a_saved_state(name, tmp_path):
     model, greedy = make(name), {"max_new_tokens": 4, "temperature": 0.0}
     first = generate(model, PROMPT, **greedy)
@@ -82,7 +82,7 @@ def test_a_text_continues_from_a_saved_state(name, tmp_path):
         assert expected == list(generate(model, [*text, 5, 6], **greedy))
 
 
-@every(FEW)
+@with_models(FEW)
 def test_a_text_continues_from_a_saved_cache_of_transformers(name, tmp_path):
     model = make(name)
     wrapped = SubquadForCausalLM(SubquadConfig.from_decoder(model.config)).double().eval()
@@ -108,13 +108,13 @@ def joined(model, asked):
     return decoder, running
 
 
-@every(JOINED)
+@with_models(JOINED)
 def test_sequences_join_and_leave_a_batch_as_if_alone(name):
     model, asked = make(name), ((1, 2), (9, 3), (4, 4))
     decoder, running = joined(model, asked)
     total = BatchDecoder(model, slots=2, max_context=64).state_bytes
     assert decoder.state_bytes == total
-    if model.fixed_shapes:
+    if model.static_shapes:
         assert [request.state_bytes for request in running] == [total // 2] * 3
     for request, (prompt, tokens) in zip(running, asked, strict=True):
         alone = list(generate(model, numbers(prompt, prompt), max_new_tokens=tokens + 2, temperature=0))

@@ -108,7 +108,7 @@ def test_the_text_ends_before_a_stop_string_wherever_the_pieces_are_cut(stops, t
 
 
 @given(st.text("ab", max_size=20))
-def test_one_character_at_a_time_the_first_complete_one_wins(text):
+def test_the_first_complete_stop_string_wins_where_characters_come_one_at_a_time(text):
     got, stopped = passed(["aab", "ba"], text)
     ends = {stop: text.find(stop) + len(stop) for stop in ("aab", "ba") if stop in text}
     assert stopped == (min(ends, key=lambda stop: ends[stop]) if ends else None)

@@ -67,7 +67,7 @@ def test_equal_keys_are_solved_by_substitution(beta, dtype):
 
 @pytest.mark.parametrize("decay", [None, 1e-7])
 def test_nearly_equal_keys_lose_no_more_than_token_by_token(decay):
-    """Two keys that are 1e-4 apart in turn, b = 2: nothing dampens an error of the keys' products."""
+    """Keys alternate between two vectors 1e-4 apart, and b = 2: errors of the keys' products do not shrink."""
     T, K = 256, 64
     first, apart = unit(1, 2, 1, K, seed=1), unit(1, 2, 1, K, seed=2)
     second = first + 1e-4 * apart

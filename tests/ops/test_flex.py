@@ -135,7 +135,7 @@ def assert_same_blocks(mask, expected, names):
 @every_pattern
 @pytest.mark.parametrize(("tokens", "keys"), [(300, 300), (256, 140), (1, 257)])
 def test_the_blocks_are_those_of_the_dense_mask(pattern, tokens, keys):
-    mask = flex._standing_mask(pattern, tokens, keys, torch.device("cpu"))
+    mask = flex._pattern_mask(pattern, tokens, keys, torch.device("cpu"))
     expected = create_block_mask(lambda b, h, t, s: pattern.allowed(t, s), 1, 1, tokens, keys, device="cpu")
     assert mask.seq_lengths == expected.seq_lengths
     assert_same_blocks(mask, expected, ("q_num_blocks", "q_indices"))
@@ -200,21 +200,21 @@ def test_the_number_of_kept_graphs_is_bounded():
 
 
 def test_masks_are_kept_and_their_number_is_bounded():
-    flex._standing_mask.cache_clear()
+    flex._pattern_mask.cache_clear()
     cpu = torch.device("cpu")
-    assert flex._standing_mask(Causal(), 20, 20, cpu) is flex._standing_mask(Causal(), 20, 20, cpu)
+    assert flex._pattern_mask(Causal(), 20, 20, cpu) is flex._pattern_mask(Causal(), 20, 20, cpu)
     for tokens in range(1, 2 * flex.MASKS):
-        flex._standing_mask(Causal(), tokens, 1, cpu)
-    assert flex._standing_mask.cache_info().currsize == flex.MASKS
+        flex._pattern_mask(Causal(), tokens, 1, cpu)
+    assert flex._pattern_mask.cache_info().currsize == flex.MASKS
 
 
 def test_kept_masks_serve_training_after_inference():
-    flex._standing_mask.cache_clear()
-    flex._standing_blocks.cache_clear()
+    flex._pattern_mask.cache_clear()
+    flex._pattern_blocks.cache_clear()
     with torch.inference_mode():
         block_attention_with_lse(*qkv(20), Causal(), backend="flex")
-    mask = flex._standing_mask(Causal(), 20, 20, torch.device("cpu"))
-    assert flex._standing_mask.cache_info().misses == 1
+    mask = flex._pattern_mask(Causal(), 20, 20, torch.device("cpu"))
+    assert flex._pattern_mask.cache_info().misses == 1
     assert not any(x.is_inference() for x in mask.as_tuple() if isinstance(x, torch.Tensor))
 
 
@@ -236,14 +236,14 @@ def test_a_callers_graph_has_one_size_and_keeps_its_mask():
         sizes.append(len(graph.graph.nodes))
         return graph.forward
 
-    flex._standing_blocks.cache_clear()
+    flex._pattern_blocks.cache_clear()
     for tokens in (100, 400):
         torch._dynamo.reset()
         run = torch.compile(lambda *x: block_attention(*x, Causal(), backend="flex"), fullgraph=True, backend=backend)
         for _ in range(2):
             run(*qkv(tokens, batch=1))
     assert len(set(sizes)) == 1
-    assert len(sizes) == flex._standing_blocks.cache_info().misses == 2
+    assert len(sizes) == flex._pattern_blocks.cache_info().misses == 2
 
 
 def test_the_op_of_blocks_is_sound():

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from subquad.attention import build, mechanism, names
-from subquad.attention.conversions import to_ring
+from subquad.attention.conversions import to_static_cache
 from subquad.models import DecoderConfig, build_model
 from subquad.state import State
 from subquad.testing import assert_same_maths
@@ -121,16 +121,16 @@ def gathered_for_one_is_refused(_):
             layer(torch.zeros(1, 4, 24, dtype=torch.float64))
 
 
-def rings_hold_heads(_):
-    """Decode with keys that stand in a ring."""
+def static_caches_hold_heads(_):
+    """Decode with keys and values in a static cache."""
     for kind, options in (("full", {}), ("window", {"width": 4, "sinks": 2}), ("llp", {"segment": 4})):
         one = make(kind, options)
         steps = []
         for layer in (one, divide(copy.deepcopy(one), PLAN)):
             x = torch.randn(1, 13, 24, dtype=torch.float64, generator=torch.manual_seed(1))
             _, state = layer(x[:, :11])
-            ring = to_ring(layer, State({**state.entries, "seen": torch.tensor([11])}, state.config_hash), 16)
-            steps.append(layer(x[:, 11:12], ring)[0])
+            by_row = State({**state.entries, "seen": torch.tensor([11])}, state.config_hash)
+            steps.append(layer(x[:, 11:12], to_static_cache(layer, by_row, 16))[0])
         assert_same_maths(steps[1].detach(), steps[0].detach(), kind)
 
 
@@ -147,4 +147,6 @@ def models_are_one(_):
 
 CASES = {f"{name} divided": [2, __name__, "is_one", name] for name in RIGHT}
 CASES |= {f"{name} refused": [2, __name__, "is_refused", name] for name in REFUSED}
-CASES |= {name: [2, __name__, name] for name in ("gathered_for_one_is_refused", "rings_hold_heads", "models_are_one")}
+CASES |= {
+    name: [2, __name__, name] for name in ("gathered_for_one_is_refused", "static_caches_hold_heads", "models_are_one")
+}

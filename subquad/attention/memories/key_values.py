@@ -53,7 +53,7 @@ class Sight:
         names = "_keys", "_values", "_first_keys", "_first_values"
         object.__setattr__(self, "slots", names if self.first else names[:2])
 
-    def unions(self, heads: int) -> list[tuple[int, tuple[Pattern, ...]]]:
+    def patterns_per_head_group(self, heads: int) -> list[tuple[int, tuple[Pattern, ...]]]:
         """Return groups of neighbouring query heads: their number, and the disjoint patterns whose union they see."""
         all_of = [(*near, self.far[i]) for i, near in enumerate(self.near)] if self.far else list(self.near)
         return list(zip(heads_of(self.near, heads), all_of, strict=True))
@@ -72,7 +72,7 @@ class KeyValues:
     dropout_p: float = 0.0
     sink_H: Tensor | None = None
 
-    ring_slots: ClassVar[tuple[str, ...]] = ("_ring_keys", "_ring_values")
+    static_slots: ClassVar[tuple[str, ...]] = ("_ring_keys", "_ring_values")
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ class KeyValues:
 
     def weights(self, q_BHTK: Tensor, k_BHSK: Tensor) -> Tensor:
         """Return the weights `[B, H, T, S]` of all heads, each over the keys that it sees."""
-        heads, unions = zip(*self.sight.unions(q_BHTK.shape[1]), strict=True)
+        heads, unions = zip(*self.sight.patterns_per_head_group(q_BHTK.shape[1]), strict=True)
         sinks = [None] * len(heads) if self.sink_H is None else self.sink_H.split(heads)
         parts = zip(q_BHTK.split(heads, 1), k_BHSK.split(heads, 1), sinks, unions, strict=True)
         return torch.cat([softmax_weights(q, k, *union, sink_H=sink) for q, k, sink, union in parts], 1)
@@ -141,7 +141,7 @@ class KeyValues:
     # Ranks exchange rows and not summaries: those in reach, and the first ones.
 
     def fetched(self, at: Any) -> Tensors | None:
-        """Return the entries before these tokens; None if the keys go round a ring instead."""
+        """Return the entries before these tokens; None if the keys go from rank to rank in a ring instead."""
         if self.sight.reach is None:
             return None
         size, n = at.group.size, self.sight.first
@@ -156,11 +156,11 @@ class KeyValues:
         """Return the keys and values of all ranks from those of each."""
         return {slot: group.gather(x, 2) for slot, x in entries.items()}
 
-    # In place: near keys are in a ring, position p in slot p mod N; after the ring are the first keys, and one of zeros
-    # for the learned sink, so that a step is one call of scaled_dot_product_attention.
+    # The static cache: near keys are in a ring buffer, position p in slot p mod N; after it are the first keys, and one
+    # of zeros for the learned sink, so that a step is one call of scaled_dot_product_attention.
 
-    def to_ring(self, entries: Entries, seen: int, capacity: int) -> Entries:
-        """Return the rings of one row's keys and values: N slots, the reach and one, or `capacity` without a bound."""
+    def to_static_cache(self, entries: Entries, seen: int, capacity: int) -> Entries:
+        """Return ring buffers of one row's keys and values: N is the reach and one, or `capacity` without a bound."""
         N = capacity if self.sight.reach is None else self.sight.reach + 1
         rings = {}
         for kind in ("_keys", "_values"):
@@ -171,8 +171,8 @@ class KeyValues:
             rings[f"_ring{kind}"] = F.pad(ring, (0, 0, 0, int(self.sink_H is not None)))
         return rings
 
-    def from_ring(self, rings: Entries, seen: int) -> Entries:
-        """Return the entries that `to_ring` takes: of the last tokens, as many as there are within reach."""
+    def from_static_cache(self, rings: Entries, seen: int) -> Entries:
+        """Return the entries that `to_static_cache` takes: of the last tokens, as many as there are within reach."""
         entries, n = {}, self.sight.first
         reach = seen if self.sight.reach is None else min(seen, self.sight.reach)
         for kind in ("_keys", "_values"):

@@ -1,4 +1,4 @@
-"""Decays inside the chunks of a piece: of scores, of reads of the state and of writes to it.
+"""Decays inside the chunks of a `ChunkGroup`: of scores, of reads of the state and of writes to it.
 
 With G the sum of log f up to a row, exp(G_i - G_j) is the decay from column j to row i; no exponent is positive:
 

@@ -22,11 +22,11 @@ and g of the right-hand side:
 
     (I + diag(b) A)^T g = du,    dv = b g,    db = g (v - (k exp(G)) S - A u),    dA = -(b g) u^T
 
-Only states, u and g are computed chunk after chunk: everything else is computed for a piece of several chunks in one
-call (Yang et al. 2024, arXiv:2406.06484; with decays arXiv:2412.06464).
+Only states, u and g are computed chunk after chunk: everything else is computed for a `ChunkGroup` of several chunks in
+one call (Yang et al. 2024, arXiv:2406.06484; with decays arXiv:2412.06464).
 
 Shape letters: N batch times heads (of q and k: batch times groups), T tokens, K key channels, V value channels, F = 1
-or K decays, C rows of a chunk, M = P N chunks of a piece.
+or K decays, C rows of a chunk, M = P N chunks of a `ChunkGroup`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ import torch
 from torch import Tensor
 
 from subquad.memory import empty, empty_like
+from subquad.ops._torch.chunk_groups import ChunkGroup
 from subquad.ops._torch.decays import Decay
-from subquad.ops._torch.pieces import ChunkGroup
-from subquad.ops._torch.scan import chunks_of, pieces
+from subquad.ops._torch.scan import chunks_of, scan_groups
 from subquad.ops.backends import without_autocast
 from subquad.tracing import without_tangents
 
@@ -101,38 +101,38 @@ def _forward(
     careful: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute what the operation returns; if `careful`, rows before one that is not finite have their usual bits."""
-    out_NTV, parts, wide = empty_like(v_NTV), pieces(q_NTK, v_NTV, log_f_NTF, chunk), _wide(q_NTK, log_f_NTF)
-    # Without `save` each piece overwrites the states of the one before.
-    counts = [part.chunks for part in parts]
+    out_NTV, groups, wide = empty_like(v_NTV), scan_groups(q_NTK, v_NTV, log_f_NTF, chunk), _wide(q_NTK, log_f_NTF)
+    # Without `save` each group of chunks overwrites the states of the one before.
+    counts = [group.chunks for group in groups]
     kept = sum(counts) if save else max(counts, default=0)
     states, end_NKV = empty(state_NKV, kept, *state_NKV.shape), state_NKV.clone(memory_format=torch.contiguous_format)
     u_NTV = empty_like(v_NTV) if save else v_NTV.new_empty(0)
-    for part in parts:
-        q, k, v, b = (part.gather(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1))
-        decay, k_wide = Decay(None if log_f_NTF is None else part.gather(log_f_NTF), q, v), k.to(wide)
+    for group in groups:
+        q, k, v, b = (group.gather(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1))
+        decay, k_wide = Decay(None if log_f_NTF is None else group.gather(log_f_NTF), q, v), k.to(wide)
         inverse = _inverse(decay.scores(k_wide, k_wide).mul_(b)).mul_(b.mT)
         if careful:
             inverse = inverse.tril_()  # where b is not finite, its product with zero is NaN
         u, reads = (_times(inverse, x, careful=careful) for x in (v, decay.rows(k)))
-        here = states[part.places if save else slice(0, part.chunks)]
+        here = states[group.places if save else slice(0, group.chunks)]
         here[0].copy_(end_NKV)
         befores, afters = here.unbind(), [*here[1:].unbind(), end_NKV]
-        each = _chunks(part, u, reads, decay.columns(k), decay.whole)
+        each = _chunks(group, u, reads, decay.columns(k), decay.whole)
         for (u_NCV, read_NCK, column_NCK, whole), before_NKV, after_NKV in zip(each, befores, afters, strict=True):
             u_NCV.baddbmm_(read_NCK, before_NKV, alpha=-1)
             torch.baddbmm(before_NKV if whole is None else before_NKV * whole, column_NCK.mT, u_NCV, out=after_NKV)
         if save:
-            part.scatter(u, u_NTV)
+            group.scatter(u, u_NTV)
         u, lost = _without_lost(u) if careful else (u, None)
         scores = decay.scores(q.to(wide), k_wide).to(u.dtype)
         out = torch.bmm(scores, u).baddbmm_(decay.rows(q), here.flatten(0, 1))
-        part.scatter(out if lost is None else out.masked_fill_(lost, torch.nan), out_NTV)
+        group.scatter(out if lost is None else out.masked_fill_(lost, torch.nan), out_NTV)
     return out_NTV, end_NKV, states[: len(states) if save else 0], u_NTV
 
 
-def _chunks(part: ChunkGroup, *tensors: Tensor | None) -> Any:
+def _chunks(group: ChunkGroup, *tensors: Tensor | None) -> Any:
     """Yield the tensors `[M, ...]` (or None) of each chunk, `[N, ...]`."""
-    P = part.chunks
+    P = group.chunks
     each = ([None] * P if x is None else x.unflatten(0, (P, len(x) // P)).unbind() for x in tensors)
     return zip(*each, strict=True)
 
@@ -177,39 +177,39 @@ def delta_scan_backward_op(
     wide = _wide(q_NTK, log_f_NTF)
     r_NKV = states.new_zeros(states.shape[1:]) if grad_state_NKV is None else grad_state_NKV
 
-    def visit(part: ChunkGroup) -> None:
-        """Write the gradients of a piece. The return frees its tensors before those of the next piece are made."""
+    def visit(group: ChunkGroup) -> None:
+        """Write the gradients of a group of chunks. The return frees its tensors before those of the next are made."""
         nonlocal r_NKV
-        q, k, v, b, do, u = (part.gather(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1, grad_NTV, u_NTV))
-        decay, k_wide = Decay(None if log_f_NTF is None else part.gather(log_f_NTF), q, v), k.to(wide)
-        state, rows = part.states_of(states), decay.rows(k)
+        q, k, v, b, do, u = (group.gather(x) for x in (q_NTK, k_NTK, v_NTV, beta_NT1, grad_NTV, u_NTV))
+        decay, k_wide = Decay(None if log_f_NTF is None else group.gather(log_f_NTF), q, v), k.to(wide)
+        state, rows = group.states_of(states), decay.rows(k)
         weights, scores = decay.scores(k_wide, k_wide), decay.scores(q, k)
         inverse, weights = _inverse(weights * b).mT, weights.to(v.dtype).tril_(-1)
         # The error of the values that the state predicts.
         error = torch.baddbmm(v, rows, state, alpha=-1)
         r, to_state = torch.empty_like(state), torch.bmm(decay.rows(q).mT, do)
         g, columns = (_times(inverse, x) for x in (torch.bmm(scores.mT, do), decay.columns(k)))
-        each = _chunks(part, b, rows, columns, decay.whole, to_state, g, r)
+        each = _chunks(group, b, rows, columns, decay.whole, to_state, g, r)
         for b_NC1, row_NCK, column_NCK, whole, added_NKV, g_NCV, after_NKV in reversed([*each]):
             after_NKV.copy_(r_NKV)
             g_NCV.baddbmm_(column_NCK, r_NKV)
             added_NKV.add_(r_NKV if whole is None else r_NKV * whole)
             r_NKV = torch.baddbmm(added_NKV, row_NCK.mT, g_NCV * b_NC1, alpha=-1)
-        part.scatter((error.baddbmm_(weights, u, alpha=-1) * g).sum(-1, keepdim=True), dbeta_NT1)
+        group.scatter((error.baddbmm_(weights, u, alpha=-1) * g).sum(-1, keepdim=True), dbeta_NT1)
         dv = g.mul_(b)
-        part.scatter(dv, dv_NTV)
+        group.scatter(dv, dv_NTV)
         reads = decay.gradients(q, k, scores, torch.bmm(do, u.mT).tril_(), torch.bmm(do, state.mT), torch.bmm(u, r.mT))
         dv_minus = -dv
         grad = torch.bmm(dv_minus, u.mT).tril_(-1)
         deltas = decay.gradients(k, k, weights, grad, torch.bmm(dv_minus, state.mT))
-        part.scatter(reads.q_NCK, dq_NTK)
-        part.scatter(reads.k_NCK + deltas.q_NCK + deltas.k_NCK, dk_NTK)
+        group.scatter(reads.q_NCK, dq_NTK)
+        group.scatter(reads.k_NCK + deltas.q_NCK + deltas.k_NCK, dk_NTK)
         if reads.rows_MCF is not None and reads.columns_MCF is not None and deltas.rows_MCF is not None:
             grad = decay.log_gradient(reads.rows_MCF + deltas.rows_MCF, reads.columns_MCF, (state * r).sum(-1))
-            part.scatter(grad, dlog_f)
+            group.scatter(grad, dlog_f)
 
-    for part in reversed(pieces(q_NTK, v_NTV, log_f_NTF, chunk)):
-        visit(part)
+    for group in reversed(scan_groups(q_NTK, v_NTV, log_f_NTF, chunk)):
+        visit(group)
     return dq_NTK, dk_NTK, dv_NTV, dbeta_NT1, dlog_f, r_NKV.clone() if r_NKV is grad_state_NKV else r_NKV
 
 

@@ -1,10 +1,10 @@
 """Compute the gated scan in chunks, with a hand-written backward pass: memory linear in T, one state per chunk.
 
 Rows of a chunk read earlier chunks through one state, so the work per chunk is three matrix products of C rows. Only
-the states are computed chunk after chunk: everything else is computed for a piece of several chunks in one call.
+the states are computed chunk after chunk: everything else is computed for a `ChunkGroup` of several chunks in one call.
 
 Shape letters: N batch times heads (of q and i: batch times groups), T tokens, K key channels, V value channels, F = 1
-or K decays, C rows of a chunk, M = P N chunks of a piece.
+or K decays, C rows of a chunk, M = P N chunks of a `ChunkGroup`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from subquad.memory import empty, empty_like
+from subquad.ops._torch.chunk_groups import ChunkGroup, chunk_groups
 from subquad.ops._torch.decays import Decay
 from subquad.ops._torch.log_space_sums import power_of_two
-from subquad.ops._torch.pieces import ChunkGroup, chunk_groups
 from subquad.ops.backends import without_autocast
 from subquad.tracing import without_tangents
 
@@ -43,28 +43,28 @@ def gated_scan_op(
     The backward pass computes everything else again from the saved states.
     """
     (N, T, V), K = v_NTV.shape, q_NTK.shape[-1]
-    parts = pieces(q_NTK, v_NTV, log_f_NTF, chunk)
+    groups = scan_groups(q_NTK, v_NTV, log_f_NTF, chunk)
     out_NTV, total_NT = empty(v_NTV, N, T, V), v_NTV.new_empty(N, T if normalise else 0)
-    # Without `save` each piece overwrites the states of the one before.
-    counts = [part.chunks for part in parts]
+    # Without `save` each group of chunks overwrites the states of the one before.
+    counts = [group.chunks for group in groups]
     kept = sum(counts) if save else max(counts, default=0)
     states, sums = empty(state_NKV, kept, N, K, V), state_NKV.new_empty(kept, N, K, int(normalise))
     end_NKV, end_NK1 = (
         x.clone(memory_format=torch.contiguous_format) for x in state_NKV.split([V, int(normalise)], -1)
     )
-    for part in parts:
-        q, i, v = (part.gather(x) for x in (q_NTK, i_NTK, v_NTV))
-        decay = Decay(None if log_f_NTF is None else part.gather(log_f_NTF), q, v)
+    for group in groups:
+        q, i, v = (group.gather(x) for x in (q_NTK, i_NTK, v_NTV))
+        decay = Decay(None if log_f_NTF is None else group.gather(log_f_NTF), q, v)
         scores, rows, columns = decay.scores(q, i), decay.rows(q), decay.columns(i)
-        here = part.places if save else slice(0, part.chunks)
-        state = part.states_before(end_NKV, torch.bmm(columns.mT, v), decay.whole, states[here])
+        here = group.places if save else slice(0, group.chunks)
+        state = group.states_before(end_NKV, torch.bmm(columns.mT, v), decay.whole, states[here])
         out = torch.bmm(scores, v).baddbmm_(rows, state)
         if normalise:
-            z = part.states_before(end_NK1, columns.sum(1)[..., None], decay.whole, sums[here])
+            z = group.states_before(end_NK1, columns.sum(1)[..., None], decay.whole, sums[here])
             divisor = (rows * z.mT).sum(-1, keepdim=True).add_(scores.sum(-1, keepdim=True))
-            part.scatter(divisor, total_NT[..., None])
+            group.scatter(divisor, total_NT[..., None])
             out.div_(_divisor(divisor, eps))
-        part.scatter(out, out_NTV)
+        group.scatter(out, out_NTV)
     kept = len(states) if save else 0
     return out_NTV, torch.cat([end_NKV, end_NK1], -1), total_NT, states[:kept], sums[:kept]
 
@@ -74,7 +74,7 @@ def chunks_of(tokens: int, chunk: int, log_f: Tensor | None) -> int:
     return -(-tokens // (chunk if log_f is None else power_of_two(chunk)))
 
 
-def pieces(q_NTK: Tensor, v_NTV: Tensor, log_f: Tensor | None, chunk: int) -> list[ChunkGroup]:
+def scan_groups(q_NTK: Tensor, v_NTV: Tensor, log_f: Tensor | None, chunk: int) -> list[ChunkGroup]:
     """Cut the tokens; with decays a chunk has a power of two rows."""
     chunk = chunk if log_f is None else power_of_two(chunk)
     return chunk_groups(v_NTV, chunk, max(chunk, q_NTK.shape[-1], v_NTV.shape[-1]), whole=log_f is not None)
@@ -126,36 +126,36 @@ def gated_scan_backward_op(
     r_end = states.new_zeros(N, K, V + int(normalise)) if grad_state_NKV is None else grad_state_NKV
     r_NKV, r_NK1 = (x.clone(memory_format=torch.contiguous_format) for x in r_end.split([V, int(normalise)], -1))
 
-    def visit(part: ChunkGroup) -> None:
-        """Write the gradients of a piece. The return frees its tensors before those of the next piece are made."""
-        q, i, v, do = (part.gather(x) for x in (q_NTK, i_NTK, v_NTV, grad_NTV))
-        decay = Decay(None if log_f_NTF is None else part.gather(log_f_NTF), q, v)
+    def visit(group: ChunkGroup) -> None:
+        """Write the gradients of a group of chunks. The return frees its tensors before those of the next are made."""
+        q, i, v, do = (group.gather(x) for x in (q_NTK, i_NTK, v_NTV, grad_NTV))
+        decay = Decay(None if log_f_NTF is None else group.gather(log_f_NTF), q, v)
         rows = decay.rows(q)
-        state, z = (part.states_of(x) for x in (states, sums))
+        state, z = (group.states_of(x) for x in (states, sums))
         if normalise:
             assert out_NTV is not None
-            do = do / _divisor(part.gather(total_NT[..., None]), eps)
-            dtotal = (do * part.gather(out_NTV)).sum(-1, keepdim=True).neg_()
-        r = part.gradients_after(r_NKV, torch.bmm(rows.mT, do), decay.whole)
+            do = do / _divisor(group.gather(total_NT[..., None]), eps)
+            dtotal = (do * group.gather(out_NTV)).sum(-1, keepdim=True).neg_()
+        r = group.gradients_after(r_NKV, torch.bmm(rows.mT, do), decay.whole)
         grad, from_state, to_state = torch.bmm(do, v.mT), torch.bmm(do, state.mT), torch.bmm(v, r.mT)
         if normalise:
-            rz = part.gradients_after(r_NK1, (rows * dtotal).sum(1)[..., None], decay.whole)
+            rz = group.gradients_after(r_NK1, (rows * dtotal).sum(1)[..., None], decay.whole)
             grad.add_(dtotal)
             from_state.addcmul_(dtotal, z.mT)
             to_state.add_(rz.mT)
         scores = decay.scores(q, i)
-        part.scatter(torch.bmm(scores.mT, do).baddbmm_(decay.columns(i), r), dv_NTV)
+        group.scatter(torch.bmm(scores.mT, do).baddbmm_(decay.columns(i), r), dv_NTV)
         found = decay.gradients(q, i, scores, grad.tril_(), from_state, to_state)
-        part.scatter(found.q_NCK, dq_NTK)
-        part.scatter(found.k_NCK, di_NTK)
+        group.scatter(found.q_NCK, dq_NTK)
+        group.scatter(found.k_NCK, di_NTK)
         if found.rows_MCF is not None and found.columns_MCF is not None:
             grad_state_MK = (state * r).sum(-1)
             if normalise:
                 grad_state_MK.add_((z * rz).sum(-1))
-            part.scatter(decay.log_gradient(found.rows_MCF, found.columns_MCF, grad_state_MK), dlog_f)
+            group.scatter(decay.log_gradient(found.rows_MCF, found.columns_MCF, grad_state_MK), dlog_f)
 
-    for part in reversed(pieces(q_NTK, v_NTV, log_f_NTF, chunk)):
-        visit(part)
+    for group in reversed(scan_groups(q_NTK, v_NTV, log_f_NTF, chunk)):
+        visit(group)
     return dq_NTK, di_NTK, dv_NTV, dlog_f, torch.cat([r_NKV, r_NK1], -1)
 
 

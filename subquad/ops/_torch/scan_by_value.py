@@ -10,7 +10,7 @@ are derivatives of one sum that is symmetric in the two pairs. So the products b
 its scores are the gradient of P, and its gradient of queries is the outputs.
 
 Shape letters: N batch times heads (of q and i: batch times groups), T tokens, K key channels, V value channels, C rows
-of a chunk, M = P N chunks of a piece.
+of a chunk, M = P N chunks of a `ChunkGroup`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ import torch
 from torch import Tensor
 
 from subquad.memory import empty, empty_like
+from subquad.ops._torch.chunk_groups import ChunkGroup
 from subquad.ops._torch.decays import Decay
-from subquad.ops._torch.pieces import ChunkGroup
-from subquad.ops._torch.scan import chunks_of, pieces
+from subquad.ops._torch.scan import chunks_of, scan_groups
 from subquad.ops.backends import without_autocast
 from subquad.ops.groups import by_groups, by_heads
 from subquad.tracing import without_tangents
 
 
 class _Inputs:
-    """The queries and inputs of all heads of a piece, their products and the decays of its values."""
+    """The queries and inputs of all heads of a group of chunks, their products and the decays of its values."""
 
-    def __init__(self, part: ChunkGroup, q_NTK: Tensor, i_NTK: Tensor, v_NTV: Tensor, log_g_NTV: Tensor) -> None:
-        q, i, self.v = (part.gather(x) for x in (q_NTK, i_NTK, v_NTV))
+    def __init__(self, group: ChunkGroup, q_NTK: Tensor, i_NTK: Tensor, v_NTV: Tensor, log_g_NTV: Tensor) -> None:
+        q, i, self.v = (group.gather(x) for x in (q_NTK, i_NTK, v_NTV))
         self.share = len(self.v) // max(1, len(q)) or 1
         self.q, self.i = by_heads(q, self.share), by_heads(i, self.share)
         self.products = by_heads(torch.bmm(q, i.mT).tril_(), self.share)
-        self.decay = Decay(part.gather(log_g_NTV), self.v, self.v)
+        self.decay = Decay(group.gather(log_g_NTV), self.v, self.v)
         assert self.decay.to_row is not None
         self.to_row, self.whole_M1V = self.decay.to_row, self.decay.to_row[:, -1:]
 
@@ -47,17 +47,17 @@ def gated_scan_by_value_op(
     q_NTK: Tensor, i_NTK: Tensor, v_NTV: Tensor, log_g_NTV: Tensor, state_NKV: Tensor, chunk: int, save: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return outputs, final state, and with `save` the state before each chunk."""
-    parts, out_NTV = pieces(q_NTK, v_NTV, log_g_NTV, chunk), empty_like(v_NTV)
-    # Without `save` each piece overwrites the states of the one before.
-    counts = [part.chunks for part in parts]
+    groups, out_NTV = scan_groups(q_NTK, v_NTV, log_g_NTV, chunk), empty_like(v_NTV)
+    # Without `save` each group of chunks overwrites the states of the one before.
+    counts = [group.chunks for group in groups]
     states = empty(state_NKV, sum(counts) if save else max(counts, default=0), *state_NKV.shape)
     end_NKV = state_NKV.clone(memory_format=torch.contiguous_format)
-    for part in parts:
-        x = _Inputs(part, q_NTK, i_NTK, v_NTV, log_g_NTV)
-        here = part.places if save else slice(0, part.chunks)
-        state = part.states_before(end_NKV, torch.bmm(x.i.mT, x.decay.columns(x.v)), x.whole_M1V, states[here])
+    for group in groups:
+        x = _Inputs(group, q_NTK, i_NTK, v_NTV, log_g_NTV)
+        here = group.places if save else slice(0, group.chunks)
+        state = group.states_before(end_NKV, torch.bmm(x.i.mT, x.decay.columns(x.v)), x.whole_M1V, states[here])
         out = x.decay.over_columns(x.products, x.v)
-        part.scatter(out.addcmul_(torch.bmm(x.q, state), x.to_row), out_NTV)
+        group.scatter(out.addcmul_(torch.bmm(x.q, state), x.to_row), out_NTV)
     return out_NTV, end_NKV, states[: len(states) if save else 0]
 
 
@@ -88,26 +88,26 @@ def gated_scan_by_value_backward_op(
     r_NKV = states.new_zeros(states.shape[1:]) if grad_state_NKV is None else grad_state_NKV
     r_NKV = r_NKV.clone(memory_format=torch.contiguous_format)
 
-    def visit(part: ChunkGroup) -> None:
-        """Write the gradients of a piece. The return frees its tensors before those of the next piece are made."""
-        x = _Inputs(part, q_NTK, i_NTK, v_NTV, log_g_NTV)
-        do, out, state = part.gather(grad_NTV), part.gather(out_NTV), part.states_of(states)
+    def visit(group: ChunkGroup) -> None:
+        """Write the gradients of a group of chunks. The return frees its tensors before those of the next are made."""
+        x = _Inputs(group, q_NTK, i_NTK, v_NTV, log_g_NTV)
+        do, out, state = group.gather(grad_NTV), group.gather(out_NTV), group.states_of(states)
         rows = x.decay.rows(do)
-        r = part.gradients_after(r_NKV, torch.bmm(x.q.mT, rows), x.whole_M1V)
+        r = group.gradients_after(r_NKV, torch.bmm(x.q.mT, rows), x.whole_M1V)
         grad = x.decay.scores(do, x.v)
         dq = torch.bmm(grad, x.i).baddbmm_(rows, state.mT)
         di = torch.bmm(grad.mT, x.q).baddbmm_(x.decay.columns(x.v), r.mT)
-        part.scatter(by_groups(dq, x.share), dq_NTK)
-        part.scatter(by_groups(di, x.share), di_NTK)
+        group.scatter(by_groups(dq, x.share), dq_NTK)
+        group.scatter(by_groups(di, x.share), di_NTK)
         to_rows, to_end = x.decay.over_rows(x.products, do), x.decay.columns(torch.bmm(x.i, r))
-        part.scatter(to_rows + to_end, dv_NTV)
+        group.scatter(to_rows + to_end, dv_NTV)
         # d/dG of exp(G_i - G_j) is the term itself with sign +1 in row i and -1 in column j: no division by g, which
         # may be zero.
         found = x.decay.log_gradient(do * out - x.v * to_rows, x.v * to_end, (state * r).sum(1))
-        part.scatter(found, dlog_g_NTV)
+        group.scatter(found, dlog_g_NTV)
 
-    for part in reversed(pieces(q_NTK, v_NTV, log_g_NTV, chunk)):
-        visit(part)
+    for group in reversed(scan_groups(q_NTK, v_NTV, log_g_NTV, chunk)):
+        visit(group)
     return dq_NTK, di_NTK, dv_NTV, dlog_g_NTV, r_NKV
 
 

@@ -1,15 +1,15 @@
 """Causal Latte's recurrence in chunks, with a hand-written backward: memory linear in T, one state a chunk.
 
-Several chunks, a piece, are computed at a time. Let r be the log-normaliser of all tokens before the piece (in the
-first one, of its first token), E_j = exp(k_j - r) and Z_i = z + sum_{j <= i} E_j, where z and s are the normaliser, in
-units of exp(r), and the mean before the piece. Then token j weighs E_j / Z_i for row i: it is linear attention in
+Several chunks, a `ChunkGroup`, are computed at a time. Let r be the log-normaliser of all tokens before the group (in
+the first one, of its first token), E_j = exp(k_j - r) and Z_i = z + sum_{j <= i} E_j, where z and s are the normaliser,
+in units of exp(r), and the mean before the group. Then token j weighs E_j / Z_i for row i: it is linear attention in
 chunks,
 
     o_i = q_i . (z s + sum_{j <= i} E_j (x) v_j),   q_i = p_i / Z_i
 
 and with one latent (ELiTA) a running sum replaces the scores, which have rank one. This needs k_j - r <= LIMIT, or E
-would overflow. The first row that sees a larger logit and all rows after it in the piece are computed again in the safe
-form, chunk by chunk, and so is the state after the piece. The switch is per row and only looks back, so no row's bits
+would overflow. The first row that sees a larger logit and all rows after it in the group are computed again in the safe
+form, chunk by chunk, and so is the state after the group. The switch is per row and only looks back, so no row's bits
 depend on later tokens.
 
 The safe form takes logits of any size: no exponent is positive or a difference of large sums. With
@@ -17,7 +17,7 @@ m_t = max_{s <= t} k_s and z_t = sum_{s <= t} exp(k_s - m_t), the weight of toke
 The decays telescope, so a chunk needs only k, m and z. Derivation: docs/decisions/0002-running-softmax.md.
 
 Shape letters: N batch times heads, T tokens, L latents, V value channels, C rows of a chunk,
-P chunks of a piece, M = P N.
+P chunks of a `ChunkGroup`, M = P N.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad.memory import empty, empty_like
+from subquad.ops._torch.chunk_groups import ChunkGroup, chunk_groups, propagate
 from subquad.ops._torch.log_space_sums import EMPTY as EMPTY
 from subquad.ops._torch.log_space_sums import (
     LIMIT,
@@ -40,7 +41,6 @@ from subquad.ops._torch.log_space_sums import (
     running_max,
     spans,
 )
-from subquad.ops._torch.pieces import ChunkGroup, chunk_groups, propagate
 from subquad.ops.backends import without_autocast
 from subquad.tracing import without_tangents
 
@@ -128,29 +128,29 @@ def safe_backward(
     return ChunkGradients(dp[:, :C], dk[:, :C], dv[:, :C], r, u)
 
 
-class _Piece:
-    """p and k of a piece, relative to the state before it: log-normaliser a (float64) and mean s."""
+class _GroupSoftmax:
+    """p and k of a group, relative to the state before it: log-normaliser a (float64) and mean s."""
 
-    def __init__(self, part: ChunkGroup, p_NTL: Tensor, k_NTL: Tensor, a_NL: Tensor, s_NLV: Tensor) -> None:
-        self.part, self.a, self.s = part, a_NL, s_NLV
-        k_PNCL = part.rows(k_NTL)
+    def __init__(self, group: ChunkGroup, p_NTL: Tensor, k_NTL: Tensor, a_NL: Tensor, s_NLV: Tensor) -> None:
+        self.group, self.a, self.s = group, a_NL, s_NLV
+        k_PNCL = group.rows(k_NTL)
         self.reference_NL = reference(k_PNCL[0], a_NL)
-        self.late_NT: Tensor | None = None
+        self.unsafe_NT: Tensor | None = None
         x_PNCL = torch.sub(k_PNCL, self.reference_NL[:, None], out=k_NTL.new_empty(k_PNCL.shape))
         if x_PNCL.numel() and not x_PNCL.amax() <= LIMIT:  # NaN too
-            # One flag per row, cumulative over the piece: late rows read clamped numbers and are replaced.
-            self.late_NT = ~(x_PNCL.amax(-1).transpose(0, 1).flatten(1).cummax(1).values <= LIMIT)
+            # One flag per row, cumulative over the group: unsafe rows read clamped numbers and are replaced.
+            self.unsafe_NT = ~(x_PNCL.amax(-1).transpose(0, 1).flatten(1).cummax(1).values <= LIMIT)
             x_PNCL.clamp_(max=LIMIT)
         e_PNCL = x_PNCL.exp_()
         total_PNCL = e_PNCL.cumsum(2)
         z_NL = (a_NL - self.reference_NL).exp().to(k_NTL.dtype)
         self.z_PNL = torch.cat([z_NL[None], total_PNCL[:, :, -1]]).cumsum(0)  # before each chunk, and at the end
         total_PNCL.add_(self.z_PNL[:-1, :, None])
-        q_PNCL = torch.div(part.rows(p_NTL), total_PNCL, out=torch.empty_like(total_PNCL))
+        q_PNCL = torch.div(group.rows(p_NTL), total_PNCL, out=torch.empty_like(total_PNCL))
         self.e_MCL, self.total_MCL, self.q_MCL = (x.flatten(0, 1) for x in (e_PNCL, total_PNCL, q_PNCL))
 
     def forward(self, v_MCV: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the outputs, and log-normalisers and means before each chunk from `first` on and after the piece."""
+        """Return the outputs, and log-normalisers and means before each chunk from `first` on and after the group."""
         e_MCL, q_MCL, z_PNL = self.e_MCL, self.q_MCL, self.z_PNL
         sums_PNLV = v_MCV.new_empty(len(z_PNL), *self.s.shape)  # before each chunk, and at the end
         torch.mul(self.s, z_PNL[0, ..., None], out=sums_PNLV[0])
@@ -169,7 +169,7 @@ class _Piece:
         return out_MCV, a_PNL, s_PNLV
 
     def backward(self, do_MCV: Tensor, v_MCV: Tensor, s_PNLV: Tensor, r_NLV: Tensor, u_NL: Tensor) -> ChunkGradients:
-        """Return the gradients, given the means before each chunk, and `r` and `u` of the state after the piece."""
+        """Return the gradients, given the means before each chunk, and `r` and `u` of the state after the group."""
         e_MCL, q_MCL, total_MCL, z_PNL = self.e_MCL, self.q_MCL, self.total_MCL, self.z_PNL
         sums_MLV = (s_PNLV * z_PNL[:-1, ..., None]).flatten(0, 1)
         r_PNLV = v_MCV.new_empty(len(z_PNL), *r_NLV.shape)
@@ -194,7 +194,7 @@ class _Piece:
         dp_MCL.div_(total_MCL)
         # The normaliser's gradient from later rows.
         taken_MCL = (q_MCL * dp_MCL).flip(1).cumsum_(1).flip(1)
-        chunks_PNL = taken_MCL[:, 0].view(self.part.chunks, *u_NL.shape)
+        chunks_PNL = taken_MCL[:, 0].view(self.group.chunks, *u_NL.shape)
         later_PNL = torch.cat([(u_NL / z_PNL[-1])[None], chunks_PNL.flip(0)]).cumsum(0).flip(0)
         taken_MCL.add_(later_PNL[1:].flatten(0, 1)[:, None])
         dk_MCL = de_MCL.sub_(taken_MCL).mul_(e_MCL)
@@ -223,61 +223,61 @@ def running_softmax_op(
     kept = -(-T // chunk) if save else 0
     normalisers, means = a_NL.new_empty(kept, N, L), empty(s_NLV, kept, N, L, V)
     on_cpu = v_NTV.device.type == "cpu"  # elsewhere the test of the logits would wait for the device
-    for part in _piece_groups(k_NTL, v_NTV, chunk):
-        v_MCV = part.gather(v_NTV)
+    for group in _softmax_groups(k_NTL, v_NTV, chunk):
+        v_MCV = group.gather(v_NTV)
         if on_cpu:
-            piece = _Piece(part, p_NTL, k_NTL, a_NL, s_NLV)
-            late_NT = piece.late_NT
-            out_MCV, a_PNL, s_PNLV = piece.forward(v_MCV, 0 if save or late_NT is not None else -1)
-        else:  # pieces of one chunk
-            late_NT, span = None, slice(part.start, part.stop)
+            softmax = _GroupSoftmax(group, p_NTL, k_NTL, a_NL, s_NLV)
+            unsafe_NT = softmax.unsafe_NT
+            out_MCV, a_PNL, s_PNLV = softmax.forward(v_MCV, 0 if save or unsafe_NT is not None else -1)
+        else:  # a group is one chunk
+            unsafe_NT, span = None, slice(group.start, group.stop)
             out_MCV, *after = safe_forward(p_NTL[:, span], k_NTL[:, span], v_MCV, a_NL, s_NLV)
             a_PNL, s_PNLV = (torch.stack(states) for states in zip((a_NL, s_NLV), after, strict=True))
         if own_NT1 is not None:
-            out_MCV.addcmul_(part.gather(own_NT1), v_MCV)
-        part.scatter(out_MCV, out_NTV)
-        if late_NT is not None:
-            _replace_late(part, late_NT, out_NTV, (p_NTL, k_NTL, v_NTV), own_NT1, a_PNL, s_PNLV)
+            out_MCV.addcmul_(group.gather(own_NT1), v_MCV)
+        group.scatter(out_MCV, out_NTV)
+        if unsafe_NT is not None:
+            _replace_unsafe(group, unsafe_NT, out_NTV, (p_NTL, k_NTL, v_NTV), own_NT1, a_PNL, s_PNLV)
         if save:
-            normalisers[part.places], means[part.places] = a_PNL[:-1], s_PNLV[:-1]
+            normalisers[group.places], means[group.places] = a_PNL[:-1], s_PNLV[:-1]
         a_NL, s_NLV = a_PNL[-1], s_PNLV[-1]
-    # An operator may not return its own input, nor a view that keeps a piece's states.
+    # An operator may not return its own input, nor a view that keeps a group's states.
     return out_NTV, a_NL.clone(), s_NLV.clone(), normalisers, means
 
 
-def _piece_groups(k_NTL: Tensor, v_NTV: Tensor, chunk: int) -> list[ChunkGroup]:
+def _softmax_groups(k_NTL: Tensor, v_NTV: Tensor, chunk: int) -> list[ChunkGroup]:
     # Without matrix products several chunks in one call gain nothing, and rows of a single chunk need no copy.
     if k_NTL.shape[-1] == 1 or k_NTL.device.type != "cpu":
         return [ChunkGroup(p.start, p.stop, 1, p.stop - p.start, n) for n, p in enumerate(spans(k_NTL.shape[1], chunk))]
     return chunk_groups(k_NTL, chunk, max(chunk, k_NTL.shape[-1], v_NTV.shape[-1]))
 
 
-def _replace_late(
-    part: ChunkGroup,
-    late_NT: Tensor,
+def _replace_unsafe(
+    group: ChunkGroup,
+    unsafe_NT: Tensor,
     out_NTV: Tensor,
     pkv: tuple[Tensor, ...],
     own_NT1: Tensor | None,
     a_PNL: Tensor,
     s_PNLV: Tensor,
 ) -> None:
-    """Compute late rows, and the states after a chunk with late rows, in the safe form.
+    """Compute unsafe rows, and the states after a chunk with such rows, in the safe form.
 
     This is done for all heads: the shapes, and so the bits of a head, must not depend on other heads' logits.
     """
     begun = False
-    for n, span in enumerate(part.spans()):
-        late_NC = late_NT[:, n * part.size : (n + 1) * part.size]
-        begun = begun or bool(late_NC.any())
+    for n, span in enumerate(group.spans()):
+        unsafe_NC = unsafe_NT[:, n * group.size : (n + 1) * group.size]
+        begun = begun or bool(unsafe_NC.any())
         if not begun:
             continue
         p, k, v = (x[:, span] for x in pkv)
         out_NCV, a_NL, s_NLV = safe_forward(p, k, v, a_PNL[n], s_PNLV[n])
         if own_NT1 is not None:
             out_NCV = torch.addcmul(out_NCV, own_NT1[:, span], v)
-        out_NTV[:, span] = torch.where(late_NC[..., None], out_NCV, out_NTV[:, span])
-        a_PNL[n + 1] = torch.where(late_NC[:, -1:], a_NL, a_PNL[n + 1])
-        s_PNLV[n + 1] = torch.where(late_NC[:, -1:, None], s_NLV, s_PNLV[n + 1])
+        out_NTV[:, span] = torch.where(unsafe_NC[..., None], out_NCV, out_NTV[:, span])
+        a_PNL[n + 1] = torch.where(unsafe_NC[:, -1:], a_NL, a_PNL[n + 1])
+        s_PNLV[n + 1] = torch.where(unsafe_NC[:, -1:, None], s_NLV, s_PNLV[n + 1])
 
 
 @running_softmax_op.register_fake
@@ -312,35 +312,35 @@ def running_softmax_backward_op(
     if grad_a_NL is not None:
         u_NL = u_NL - grad_a_NL.to(u_NL.dtype)
     on_cpu = v_NTV.device.type == "cpu"
-    for part in reversed(_piece_groups(k_NTL, v_NTV, chunk)):
-        a_PNL, s_PNLV = normalisers[part.places], means[part.places]
-        after, late_N = (r_NLV, u_NL), torch.ones_like(u_NL[:, 0], dtype=torch.bool)
+    for group in reversed(_softmax_groups(k_NTL, v_NTV, chunk)):
+        a_PNL, s_PNLV = normalisers[group.places], means[group.places]
+        after, unsafe_N = (r_NLV, u_NL), torch.ones_like(u_NL[:, 0], dtype=torch.bool)
         if on_cpu:
-            piece = _Piece(part, p_NTL, k_NTL, a_PNL[0], s_PNLV[0])
-            do_MCV, v_MCV = part.gather(grad_NTV), part.gather(v_NTV)
-            gradients = piece.backward(do_MCV, v_MCV, s_PNLV, *after)
+            softmax = _GroupSoftmax(group, p_NTL, k_NTL, a_PNL[0], s_PNLV[0])
+            do_MCV, v_MCV = group.gather(grad_NTV), group.gather(v_NTV)
+            gradients = softmax.backward(do_MCV, v_MCV, s_PNLV, *after)
             if own_NT1 is not None:
-                gradients.v.addcmul_(part.gather(own_NT1), do_MCV)
-                part.scatter((do_MCV * v_MCV).sum(-1, keepdim=True), down_NT1)
-            part.scatter(gradients.p, dp_NTL)
-            part.scatter(gradients.k, dk_NTL)
-            part.scatter(gradients.v, dv_NTV)
+                gradients.v.addcmul_(group.gather(own_NT1), do_MCV)
+                group.scatter((do_MCV * v_MCV).sum(-1, keepdim=True), down_NT1)
+            group.scatter(gradients.p, dp_NTL)
+            group.scatter(gradients.k, dk_NTL)
+            group.scatter(gradients.v, dv_NTV)
             r_NLV, u_NL = gradients.r, gradients.u
-            del gradients  # before the next piece's are made
-            late_N = late_N & False if piece.late_NT is None else piece.late_NT[:, -1]
-        if not on_cpu or late_N.any():
-            # For a head's whole piece, since R and U sum over its rows: a gradient's bits may depend on later tokens.
-            for span, a_NL, s_NLV in zip(reversed(part.spans()), a_PNL.flip(0), s_PNLV.flip(0), strict=True):
+            del gradients  # before the next group's are made
+            unsafe_N = unsafe_N & False if softmax.unsafe_NT is None else softmax.unsafe_NT[:, -1]
+        if not on_cpu or unsafe_N.any():
+            # For a head's whole group, since R and U sum over its rows: a gradient's bits may depend on later tokens.
+            for span, a_NL, s_NLV in zip(reversed(group.spans()), a_PNL.flip(0), s_PNLV.flip(0), strict=True):
                 do, p, k, v = (x[:, span] for x in (grad_NTV, p_NTL, k_NTL, v_NTV))
                 gradients = safe_backward(do, p, k, v, a_NL, s_NLV, *after)
                 if own_NT1 is not None:
                     gradients = gradients._replace(v=torch.addcmul(gradients.v, own_NT1[:, span], do))
                     down_NT1[:, span] = (do * v).sum(-1, keepdim=True)
                 for x, target in zip(gradients, (dp_NTL, dk_NTL, dv_NTV), strict=False):
-                    target[:, span] = torch.where(late_N[:, None, None], x, target[:, span])
+                    target[:, span] = torch.where(unsafe_N[:, None, None], x, target[:, span])
                 after = gradients.r, gradients.u
-            r_NLV = torch.where(late_N[:, None, None], after[0], r_NLV)
-            u_NL = torch.where(late_N[:, None], after[1], u_NL)
+            r_NLV = torch.where(unsafe_N[:, None, None], after[0], r_NLV)
+            u_NL = torch.where(unsafe_N[:, None], after[1], u_NL)
     start_NLV = means[0] if len(means) else end_NLV
     da_NL = (start_NLV * r_NLV).sum(-1) - u_NL
     return dp_NTL, dk_NTL, dv_NTV, down_NT1, da_NL.to(normalisers.dtype), r_NLV.clone()

@@ -1,4 +1,4 @@
-"""States of sequences that are decoded together: fixed slots, and rows of one joint state.
+"""The state of sequences that are decoded together: of static shapes, or of shapes that change.
 
 A state's tensors are `[B, ...]`. If sequences have read different numbers of tokens, some dimension may differ (keys
 and values within reach). Such tensors are aligned at their ends, as in a padded batch; entries before a row's first
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.attention.conversions import from_ring, to_ring
+from subquad.attention.conversions import from_static_cache, to_static_cache
 from subquad.generation.recorded import Recorded, flat, joined, split
 from subquad.generation.replayed import Replayed
 from subquad.inference import device_of
@@ -29,13 +29,14 @@ from subquad.state import State, fitted
 logger = logging.getLogger(__name__)
 
 
-class FixedSlots:
-    """One state `[B, ...]` of constant shapes; empty slots keep reading token 0, without effect.
+class StaticBatchState:
+    """One state `[B, ...]` of constant shapes, a row for each slot; an empty slot reads tokens without effect.
 
-    A row depends on itself alone, as kernels of a fixed shape treat all rows alike. A state that grows is allocated for
-    `capacity` tokens; a sequence may not be longer. With `record` the first step records its operations, which later
-    ones run, unless a module has a hook, an adapter or the like, which lives on its call (attach them before the first
-    step), or an operation depends on values. With `compile` they are compiled.
+    A row depends on itself alone, because kernels of a constant shape treat all rows alike. A state that grows is
+    allocated for `capacity` tokens; a sequence may not be longer. With `record` the first step records its operations
+    and later steps run them. It is not recorded if a module has a hook, an adapter or the like, which act when the
+    module is called (attach them before the first step), or if an operation depends on values. With `compile` the
+    recorded operations are compiled.
     """
 
     def __init__(
@@ -55,16 +56,16 @@ class FixedSlots:
 
     def insert(self, slot: int, state: State | None) -> None:
         """Begin a sequence in an empty slot, with `state` or (None) before its first token."""
-        self._put(slot, self._blank if state is None else self._in_ring(state), 1)
+        self._write_row(slot, self._blank if state is None else self._static(state), 1)
 
     def clear(self, slot: int) -> None:
-        """Reset the slot: what its sequence left is overwritten."""
-        self._put(slot, self._blank, 0)
+        """Empty the slot and overwrite its sequence's state."""
+        self._write_row(slot, self._blank, 0)
 
-    def take(self, slot: int) -> State:
+    def state_of(self, slot: int) -> State:
         """Return a copy of the slot's state without the entries before its first token."""
         state = row_of(joined(self._like, self._tensors), slot)
-        state = self._model.change_layers(state, from_ring)
+        state = self._model.change_layers(state, from_static_cache)
         return fit(state, trimmed(self._shapes, self._first, int(state.seen)))
 
     def step(self, tokens: list[int]) -> Tensor:
@@ -73,17 +74,17 @@ class FixedSlots:
 
     def step_in_place(self, tokens_B1: Tensor) -> Tensor:
         """Step with tokens `[B, 1]` on the device; the state keeps its tensors, so that a CUDA graph can replay it."""
-        places = self._tensors
+        tensors = self._tensors
         logits_BV = self._read(tokens_B1)
-        _write(places, self._tensors)
-        self._tensors = places
+        _write(tensors, self._tensors)
+        self._tensors = tensors
         return logits_BV
 
     def _read(self, tokens_B1: Tensor) -> Tensor:
         autocast = torch.is_autocast_enabled(self._device.type)
         step: Any = self._steps.get(autocast)
         if isinstance(step, Recorded) or (isinstance(step, Replayed) and not step.stale):
-            # The casts are operations of the recorded step.
+            # The recorded step has autocast's casts among its operations.
             with torch.autocast(self._device.type, enabled=False) if autocast else nullcontext():
                 if isinstance(step, Replayed):
                     return step(tokens_B1).clone()
@@ -93,7 +94,7 @@ class FixedSlots:
         first = step is None or isinstance(step, Replayed)
         logits_BV, *after = self._first_step(autocast, inputs) if first else step(*inputs)
         if any(isinstance(step, Replayed) for step in self._steps.values()):
-            _write(self._tensors, after)  # where the other step, with or without autocast, finds it
+            _write(self._tensors, after)  # a replayed step reads its state from these tensors alone
         else:
             self._tensors = after
         return logits_BV
@@ -118,81 +119,82 @@ class FixedSlots:
         return made
 
     def bytes_of(self, slot: int) -> int:
+        """Return the bytes of one slot, the same for all."""
         return self._bytes // len(self._active_B)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all slots, a constant."""
+        """Return the bytes of all slots, which do not change."""
         return self._bytes
 
     def _forward(self, tokens_B1: Tensor, active_B: Tensor, state: State) -> tuple[Tensor, State]:
-        """Return logits and a state whose tensors are contiguous, as a new row's are: other strides would recompile."""
+        """Return logits and a contiguous state: other strides than those of a new row would compile the step again."""
         logits_B1V, state = self._model(tokens_B1, state)
-        # The count of an unused row stays zero, so that it never reaches a limit.
+        # The count of an empty slot stays zero, so that it never reaches a limit of positions.
         state = fit(state, self._shapes).map(lambda x: x * active_B if x.ndim == 1 else x.contiguous())
         return logits_B1V[:, -1], state
 
-    def _in_ring(self, state: State) -> State:
-        return self._model.change_layers(state, partial(to_ring, capacity=self._capacity))
+    def _static(self, state: State) -> State:
+        return self._model.change_layers(state, partial(to_static_cache, capacity=self._capacity))
 
-    def _put(self, slot: int, state: State, active: int) -> None:
-        put(joined(self._like, self._tensors), slot, state)
+    def _write_row(self, slot: int, state: State, active: int) -> None:
+        write_row(joined(self._like, self._tensors), slot, state)
         self._active_B[slot] = active
 
     def _blanks(self) -> tuple[Shapes, State]:
-        """Return the shapes of one token's state, and a state of one row that has read nothing in its final shapes."""
-        places, state = 2, self._padding(1)
+        """Return the shapes of one token's state, and an empty state of one row in its final shapes."""
+        tokens, state = 2, self._after_padding(1)
         first = shapes_of(state)
-        while shapes_of(longer := self._padding(places)) != shapes_of(state):
+        while shapes_of(longer := self._after_padding(tokens)) != shapes_of(state):
             if self._model.state_grows:
-                return first, self._padding(self._capacity)
-            places, state = 2 * places, longer
+                return first, self._after_padding(self._capacity)
+            tokens, state = 2 * tokens, longer
         return first, state
 
     @torch.no_grad()
-    def _padding(self, places: int) -> State:
-        """Return the state after a row of padding alone, which has no content but takes `places` entries."""
-        tokens_BT = torch.zeros(1, places, dtype=torch.long, device=device_of(self._model))
+    def _after_padding(self, tokens: int) -> State:
+        """Return the state after a row of padding alone: no content, in the shapes that `tokens` tokens leave."""
+        tokens_BT = torch.zeros(1, tokens, dtype=torch.long, device=device_of(self._model))
         state = self._model.hidden(tokens_BT, None, torch.zeros_like(tokens_BT, dtype=torch.bool))[1]
-        return self._in_ring(row_of(state, 0))
+        return self._static(row_of(state, 0))
 
 
-def _write(places: list[Tensor], values: list[Tensor]) -> None:
-    for place, value in zip(places, values, strict=True):
-        if value is not place:
-            place.copy_(value)
+def _write(tensors: list[Tensor], values: list[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        if value is not tensor:
+            tensor.copy_(value)
 
 
-class LooseSlots:
-    """A state for each sequence, or one joint state of those that take their steps together."""
+class DynamicBatchState:
+    """A state whose shapes change: one of all sequences, split into one of each where a sequence joins or leaves."""
 
     def __init__(self, model: Decoder, slots: int) -> None:
         self._model = model
         self._states: dict[int, State | None] = {}
         self._joint: State | None = None
-        """State of all sequences, in the order of their slots, instead of their own."""
+        """State of all sequences, in the order of their slots; None while each has its own."""
         self._vocab_size, self._dtype = model.config.vocab_size, next(model.parameters()).dtype
         self._slots = slots
 
     def insert(self, slot: int, state: State | None) -> None:
         """Begin a sequence in an empty slot, with `state` or (None) before its first token."""
-        self._part()
+        self._separate()
         self._states[slot] = state
 
     def clear(self, slot: int) -> None:
-        """Forget the slot's sequence."""
-        self._part()
+        """Empty the slot."""
+        self._separate()
         self._states.pop(slot, None)
 
-    def take(self, slot: int) -> State:
+    def state_of(self, slot: int) -> State:
         """Return the slot's state."""
-        self._part()
+        self._separate()
         state = self._states[slot]
         assert state is not None
         return state
 
     def step(self, tokens: list[int]) -> Tensor:
-        """As `FixedSlots.step`, with one pass for the sequences that have a state, and one for each without."""
+        """Do as `StaticBatchState.step`, in one pass for all sequences with a state and one for each without."""
         device = device_of(self._model)
         logits_BV = torch.zeros(self._slots, self._vocab_size, device=device, dtype=self._dtype)
         begun = [slot for slot in sorted(self._states) if self._joint is not None or self._states[slot] is not None]
@@ -206,13 +208,13 @@ class LooseSlots:
             self._joint = joint
             self._states = dict.fromkeys(begun)
         if fresh:
-            self._part()
+            self._separate()
         for slot in fresh:
             out_B1V, self._states[slot] = self._model(as_tensor(self._model, [tokens[slot]]))
             logits_BV[slot] = out_B1V[0, -1]
         return logits_BV
 
-    def _part(self) -> None:
+    def _separate(self) -> None:
         """Give each sequence a state of its own."""
         joint, self._joint = self._joint, None
         if joint is not None and len(self._states) == 1:
@@ -221,7 +223,7 @@ class LooseSlots:
             self._states = {slot: self._model.trim_state(row_of(joint, i)) for i, slot in enumerate(self._states)}
 
     def bytes_of(self, slot: int) -> int:
-        """Return the current bytes of the slot's state: of a joint one, its part."""
+        """Return the bytes of the slot's state now; of a joint state, an equal share."""
         if self._joint is not None:
             return self._joint.nbytes // len(self._states)
         state = self._states.get(slot)
@@ -267,7 +269,10 @@ def fit(state: State, shapes: Shapes) -> State:
 
 
 def trimmed(shapes: Shapes, first: Shapes, seen: int) -> Shapes:
-    """Return `shapes` with at most `seen` entries in the dimensions that grow: those unlike `first`, of one token."""
+    """Return `shapes` with at most `seen` entries in the dimensions that grow.
+
+    Those are the dimensions that differ from `first`, the shapes of one token's state.
+    """
     found: dict[str, tuple[int, ...] | Shapes] = {}
     for name, shape in shapes.items():
         one = first.get(name)
@@ -281,16 +286,16 @@ def trimmed(shapes: Shapes, first: Shapes, seen: int) -> Shapes:
     return found
 
 
-def put(batch: State, slot: int, one: State) -> None:
-    """Write `one` into row `slot` of `batch`, whose shapes and dtypes stay; missing entries are 0."""
+def write_row(batch: State, row: int, one: State) -> None:
+    """Write `one`, a state of one row, into a row of `batch`, whose shapes and dtypes stay; absent entries become 0."""
     for name, entry in batch.entries.items():
         new = one.entries.get(name)
         if isinstance(entry, State):
-            put(entry, slot, new if isinstance(new, State) else State({}))
+            write_row(entry, row, new if isinstance(new, State) else State({}))
         elif isinstance(entry, Tensor) and isinstance(new, Tensor):
-            entry[slot] = fitted(new, tuple(entry.shape[1:]))[0]
+            entry[row] = fitted(new, tuple(entry.shape[1:]))[0]
         elif isinstance(entry, Tensor):
-            entry[slot] = new if isinstance(new, int) else 0
+            entry[row] = new if isinstance(new, int) else 0
 
 
 def row_of(batch: State, row: int) -> State:

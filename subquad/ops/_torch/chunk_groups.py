@@ -1,9 +1,9 @@
-"""Cut a sequence into pieces of several chunks, which the engines compute in one call.
+"""Cut a sequence into groups of several chunks, which the engines compute in one call.
 
 A call costs some microseconds, and torch uses several threads from 32,768 entries on, so that with one chunk per call
 one of two cores would be idle. Only the states between chunks are computed one after another.
 
-Shape letters: N batch times heads, T tokens, K channels, P chunks of a piece, C rows of a chunk, M = P N.
+Shape letters: N batch times heads, T tokens, K channels, P chunks of a `ChunkGroup`, C rows of a chunk, M = P N.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from subquad.ops._torch.log_space_sums import power_of_two
 
 ENTRIES = 1 << 16
-"""Most entries of a piece's tensors, unless one chunk has more: enough for two threads, and few enough for a cache."""
+"""Most entries of a group's tensors, unless one chunk has more: enough for two threads, and few enough for a cache."""
 MOST = 16
-"""Most chunks of a piece, which hold a state each."""
+"""Most chunks of a group, which hold a state each."""
 
 
 class ChunkGroup(NamedTuple):
@@ -31,7 +31,7 @@ class ChunkGroup(NamedTuple):
     chunks: int
     size: int
     first: int
-    """Chunks before this piece."""
+    """Chunks before this group."""
 
     @property
     def places(self) -> slice:
@@ -47,7 +47,7 @@ class ChunkGroup(NamedTuple):
         return x_NTK[:, self.start : self.stop].unflatten(1, (self.chunks, -1)).transpose(0, 1)
 
     def gather(self, x_NTK: Tensor) -> Tensor:
-        """Return the rows `[M, C, K]`, all heads of a chunk side by side; a view if the piece has one chunk."""
+        """Return the rows `[M, C, K]`, all heads of a chunk side by side; a view if the group has one chunk."""
         x = x_NTK[:, self.start : self.stop]
         if self.chunks > 1:
             N, _, K = x.shape
@@ -69,13 +69,13 @@ class ChunkGroup(NamedTuple):
         return states[self.places].flatten(0, 1)
 
     def states_before(self, end_NKV: Tensor, added_MKV: Tensor, decay: Tensor | None, into: Tensor) -> Tensor:
-        """Return the state before each chunk `[M, K, V]`, in `into`; `end` moves from before the piece to after it."""
+        """Return the state before each chunk `[M, K, V]`, in `into`; `end` moves from before the group to after it."""
         into[0].copy_(end_NKV)
         propagate([*into.unbind(), end_NKV], added_MKV, decay)
         return into.flatten(0, 1)
 
     def gradients_after(self, start_NKV: Tensor, added_MKV: Tensor, decay: Tensor | None) -> Tensor:
-        """Return the state's gradient after each chunk `[M, K, V]`; `start` moves from after the piece to before it."""
+        """Return the state's gradient after each chunk `[M, K, V]`; `start` moves from after the group to before it."""
         into = added_MKV.new_empty(self.chunks, *start_NKV.shape)
         into[-1].copy_(start_NKV)
         propagate([start_NKV, *into.unbind()][::-1], added_MKV, decay, back=True)
@@ -83,21 +83,24 @@ class ChunkGroup(NamedTuple):
 
 
 def chunk_groups(x_NTK: Tensor, chunk: int, widest: int, *, whole: bool = False) -> list[ChunkGroup]:
-    """Cut x into chunks of `chunk` rows, pieces of `widest` channels; if `whole` the last one is a power of two."""
+    """Cut x into groups of chunks of `chunk` rows, for tensors of at most `widest` channels.
+
+    If tokens are left over for a shorter chunk, it is a group of its own; with `whole` its rows are a power of two.
+    """
     N, T = x_NTK.shape[:2]
     most = max(1, min(MOST, ENTRIES // max(1, N * chunk * widest)))
     full, left = divmod(T, chunk)
-    pieces = [
+    groups = [
         ChunkGroup(first * chunk, min(first + most, full) * chunk, min(most, full - first), chunk, first)
         for first in range(0, full, most)
     ]
     if left:
-        pieces.append(ChunkGroup(full * chunk, T, 1, power_of_two(left) if whole else left, full))
-    return pieces
+        groups.append(ChunkGroup(full * chunk, T, 1, power_of_two(left) if whole else left, full))
+    return groups
 
 
 def propagate(into: Sequence[Tensor], added_MKV: Tensor, decay_MKV: Tensor | None, *, back: bool = False) -> None:
-    """`into[n + 1] = decay[n] into[n] + added[n]`, over the chunks of a piece, or their reverse if `back`."""
+    """`into[n + 1] = decay[n] into[n] + added[n]`, over the chunks of a group, or their reverse if `back`."""
     step, count = -1 if back else 1, len(into) - 1
     added = added_MKV.view(count, *into[0].shape).unbind()[::step]
     if decay_MKV is None:
