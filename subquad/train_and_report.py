@@ -21,6 +21,7 @@ from subquad.data import Corpus, TokenShard
 from subquad.data.files import write_json
 from subquad.data.images import ImageSet
 from subquad.data.probes import HELD_OUT, probe_rows
+from subquad.data.special_tokens import end_tokens
 from subquad.data.tokenizers import encode_text
 from subquad.disk import write_atomically
 from subquad.evaluation import ClassEvaluation, Evaluation, ImageEvaluation, evaluate, evaluate_images
@@ -209,7 +210,10 @@ def _prompt(result: training.RunResult) -> str:
 
 
 def write_samples(result: training.RunResult, tokenizer: Tokenizer, text: str) -> str:
-    """Write samples.txt and return its text: continuations of `text`, each under a line with its sampling."""
+    """Write samples.txt and return its text: continuations of `text`, each under a line with its sampling.
+
+    As with `subquad generate`, a sample ends at an end token of the model.
+    """
     options, prompt = result.config.run, encode_text(tokenizer, text)
     count, model = min(options.sample_tokens, max(1, result.steps // 2)), result.config.model
     if count < options.sample_tokens:
@@ -222,11 +226,12 @@ def write_samples(result: training.RunResult, tokenizer: Tokenizer, text: str) -
     if latents is not None and latents < count:
         logger.warning("samples are cut to %d tokens: decode=frozen has no latents for more", latents)
         count = latents
-    texts = []
+    texts, ends = [], end_tokens(tokenizer, training.runs.model_home(result.folder))
     for number in range(SAMPLES):
         temperature = options.sample_temperature if number else 0.0
         sampling = SamplingConfig(max_tokens=count, temperature=temperature, seed=number)
-        tokens = list(Generation(result.decoder, prompt, sampling))
+        generation = Generation(result.decoder, prompt, sampling, stop_tokens=ends)
+        tokens = [token for token in generation if token not in ends]
         how = f"temperature {temperature}, seed {number}" if number else "greedy"
         texts.append(f"--- {how}\n{tokenizer.decode(prompt + tokens)}\n")
     samples = "\n".join(texts)

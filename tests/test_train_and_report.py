@@ -46,3 +46,14 @@ def test_samples_end_where_positions_and_latents_do(tmp_path, caplog, model, pro
     assert f"samples are cut to {count} tokens: {reason}" in caplog.text
     assert (tmp_path / "samples.txt").read_text() == samples
     assert samples.count("--- ") == 3
+
+
+@pytest.mark.parametrize(("token", "shown"), [("<|endoftext|>", 0), ("<|other|>", 5)])
+def test_a_sample_ends_at_the_end_token(tmp_path, token, shown):
+    shape = {"vocab_size": 257, "dim": 8, "num_layers": 1, "num_heads": 1, "attention": "linear", "head_bias": True}
+    config = TrainConfig.from_dict({"model": shape, "batch": {"length": 8}, "run": {"sample_tokens": 5}})
+    decoder, tokenizer = build_model(config.model).eval(), load_tokenizer("bytes")
+    decoder.head.bias.data[256] = 1e6  # it writes nothing else
+    tokenizer.add_tokens([token])  # no special token: a decoded text shows it
+    result = SimpleNamespace(config=config, decoder=decoder, folder=tmp_path, steps=1_000)
+    assert write_samples(result, tokenizer, "import ").count(f"import {token * shown}\n") == 3

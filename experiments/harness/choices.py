@@ -58,7 +58,7 @@ def advice(root: Path, known: Mapping[str, tuple[Verdict, str]]) -> str:
         measured = ", ".join(dict.fromkeys(found))
         if choice.withdrawn:
             why = "; ".join([choice.withdrawn, *([measured] if measured else [])])
-            none.append(f"- **{choice.need}**: {why}. It takes {choice.unless}.")
+            none.append(f"- **{choice.need}**: {why}. Needed: {choice.unless}.")
         else:
             lines.append(line(choice.choose, choice.need, measured or UNTESTED, choice.unless))
     return "\n".join([*lines, "", *none])

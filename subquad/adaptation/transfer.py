@@ -217,6 +217,7 @@ def tune(
     parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     decoder: Decoder = model.decoder
     config.loss.apply_to(decoder)
+    decoder.criterion.train()  # its terms count in training alone; the rest of the model stays without dropout
 
     def loss_of(tokens_BT: Tensor) -> Tensor:
         return decoder.loss(tokens_BT[:, :-1], tokens_BT[:, 1:])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from subquad.attention.divided import check_divided
 from subquad.attention.laws import OF_STATES, Law
-from subquad.attention.past import IN_PLACE, InPlace, Literal, Past, Whole
+from subquad.attention.past import IN_PLACE, Draft, InPlace, Literal, Past, Whole, active_drafts
 from subquad.attention.refusals import refusal
 from subquad.attention.sharing import check_part, check_shared
 from subquad.config import Config as BaseConfig
@@ -272,6 +272,9 @@ class Attention(nn.Module):
             past = Whole(x_BTD, state, lengths_B)
         elif state is not None and IN_PLACE in state.entries:
             past = InPlace(x_BTD, state, lengths_B)
+        elif (drafts := active_drafts()) is not None:
+            past = Draft(x_BTD, state, lengths_B)
+            drafts.append(past)
         else:
             past = Past(x_BTD, state, lengths_B)
         if past.group is not None:

@@ -26,6 +26,7 @@ class DraftedTokens:
             state = from_static_cache(layer, state)
         self._hash = layer.config_hash
         self._draft = Draft(x_BTD, state)
+        self._given = self._draft.given
         self.y_BTD = layer.outputs(x_BTD, self._draft)
 
     def after(self, lengths: int | Tensor) -> State:
@@ -37,4 +38,4 @@ class DraftedTokens:
         lengths_B = torch.as_tensor(lengths, device=self.y_BTD.device).expand(B)
         if bool(((lengths_B < 0) | (lengths_B > T)).any()):
             raise ValueError(f"of {T} drafted tokens 0 to {T} can be kept, got {lengths_B.tolist()}")
-        return State(self._draft.entries_after(lengths_B), self._hash)
+        return State(self._draft.entries_after(lengths_B, self._given), self._hash)

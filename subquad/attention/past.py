@@ -16,12 +16,15 @@ Shape letters: B batch, T tokens, S tokens with those before them, D model width
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn import functional as F
 
 from subquad.ops.caches import advance, last_slots
@@ -195,13 +198,16 @@ class InPlace(Past):
 
 
 class Draft(Past):
-    """The interpreter `draft`: fast, and the tokens can be taken back: what they wrote is written again in part."""
+    """The interpreter `draft`: fast, and the tokens can be taken back: what they wrote is written again in part.
 
-    def __init__(self, x_BTD: Tensor, state: State | None) -> None:
-        super().__init__(x_BTD, state, None)
-        self._x = x_BTD
+    It keeps what the tokens wrote and their queries, as much as their projections, and no state.
+    """
+
+    def __init__(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None = None) -> None:
+        super().__init__(x_BTD, state, lengths_B)
+        self._like_BT0 = x_BTD.new_empty(*x_BTD.shape[:2], 0)
         self._first: tuple[int, str] | None = None
-        self._reads: list[tuple[Kept, Any, tuple[int, str] | None]] = []
+        self._reads: list[tuple[str, Any, Any, tuple[int, str] | None]] = []
         self._rows: list[tuple[str, Tensor, int]] = []
 
     def first(self, count: int, name: str) -> Past | None:
@@ -213,7 +219,7 @@ class Draft(Past):
 
     def read(self, kept: Kept, q: Any) -> Tensor:
         """Read a memory as usual."""
-        self._reads.append((kept, q, self._first))
+        self._reads.append((kept.name, kept.memory, q, self._first))
         return super().read(kept, q)
 
     def extended(self, name: str, x_BTC: Tensor, count: int) -> Tensor:
@@ -222,19 +228,69 @@ class Draft(Past):
         self._rows.append((name, x_BSC, count))
         return x_BSC
 
-    def entries_after(self, lengths_B: Tensor) -> dict[str, Any]:
-        """Return the state's entries after the first `lengths_B` of these tokens; nothing is projected again."""
-        state = None if self.given is None else State(self.given)
-        past = Past(self._x, state, lengths_B)
-        for kept, q, first in self._reads:
+    @property
+    def device(self) -> torch.device:
+        """Return the device of these tokens."""
+        return self._like_BT0.device
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that are kept for these tokens."""
+        held: list[Any] = [x_BSC for _, x_BSC, _ in self._rows]
+        for _, memory, q, _ in self._reads:
+            held += [q, *vars(memory).values()]
+        return [x for x in held if isinstance(x, Tensor) and not isinstance(x, Parameter)]
+
+    def release(self) -> None:
+        """Forget the states before and after these tokens."""
+        self.given, self.entries = None, {name: x for name, x in self.entries.items() if name == "handed"}
+
+    def entries_after(self, lengths: int | Tensor, given: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the state's entries after the first `lengths` of these tokens, a number or one for each row.
+
+        `given` are the entries before them (None: there are none). Nothing is projected again.
+        """
+        before = None if given is None else State(given)
+        lengths_B = self.lengths
+        if isinstance(lengths, Tensor) or lengths < self.tokens:
+            lengths_B = torch.as_tensor(lengths, device=self.device).expand(self._like_BT0.shape[0])
+        past = Past(self._like_BT0, before, lengths_B)
+        for name, memory, q, first in self._reads:
             at = past if first is None else past.first(*first)
             if at is not None:
-                at.read(kept, q)
+                held = None if at.given is None else tuple([at.given[name + slot] for slot in memory.slots])
+                at.read(Kept(at, name, memory, held), q)
         for name, x_BSC, count in self._rows:
-            past.entries[name] = last_slots(x_BSC[:, None], count, lengths_B + count)[:, 0]
+            end_B = None if lengths_B is None else lengths_B + count
+            past.entries[name] = last_slots(x_BSC[:, None], count, end_B)[:, 0]
         if "handed" in self.entries:
             past.hand_on(self.entries["handed"])
         return past.entries
+
+
+_drafts: dict[int, list[Draft]] = {}
+"""The drafts of the layers that are called, by thread."""
+
+
+def active_drafts() -> list[Draft] | None:
+    """Return the list to which causal layers add what they read; None outside of `drafting`."""
+    return _drafts.get(threading.get_ident()) if _drafts else None
+
+
+@contextmanager
+def drafting() -> Iterator[list[Draft]]:
+    """Within the block, causal layers add their `Draft` to the list, in the order of their calls."""
+    thread, drafts = threading.get_ident(), list[Draft]()
+    before = _drafts.get(thread)
+    _drafts[thread] = drafts
+    try:
+        yield drafts
+    finally:
+        if before is None:
+            del _drafts[thread]
+        else:
+            _drafts[thread] = before
+        for draft in drafts:
+            draft.release()
 
 
 class Converted(Past):

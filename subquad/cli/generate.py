@@ -18,6 +18,7 @@ from jsonargparse import Namespace
 from subquad import training
 from subquad.bars import progress
 from subquad.cli.arguments import RUN_HELP, Parser, check_output, picture_file
+from subquad.cli.drafts import DRAFT_HELP, draft_of
 from subquad.cli.threads import keep_to_idle_cores
 from subquad.config import check_at_least
 from subquad.data.special_tokens import separator_id, special_ids
@@ -25,6 +26,7 @@ from subquad.data.tokenizers import encode_prompt, encode_text
 from subquad.disk import aside
 from subquad.generation import BatchDecoder, Generation, SamplingConfig, TextStream, beam_search, generate_images
 from subquad.generation.images import picture_of, square, write_png
+from subquad.generation.speculative import MakeDraft
 from subquad.generation.stream import StopStrings
 from subquad.models import Decoder
 from subquad.models.stacks import Decode
@@ -88,6 +90,7 @@ def make_parser() -> Parser:
     parser.add_optional("--decode", DECODE_HELP, Decode)
     parser.add_optional("--refill", REFILL_HELP, int)
     parser.add_optional("--adapter", ADAPTER_HELP)
+    parser.add_optional("--draft", DRAFT_HELP)
     parser.add_device()
     parser.add_class_arguments(SamplingConfig, None, as_group=False)
     parser.add_optional("--images", IMAGES_HELP, int)
@@ -128,6 +131,7 @@ class Start:
     sampling: SamplingConfig
     stop_tokens: frozenset[int]
     """The model's end tokens, and stop strings that are special tokens."""
+    draft: MakeDraft | None
 
     def samplings(self, rows: range) -> list[SamplingConfig]:
         """Return the sampling of text i for each i in `rows`, with seed `seed + i`."""
@@ -149,7 +153,8 @@ def _start(parser: Parser, asked: Namespace) -> Start:
         tokens = _tokens(loaded, None if begins_itself else prompt, goes_on=state is not None)
         sampling = _limited(loaded.decoder, len(tokens), state, sampling, keep=asked.state_out is not None)
         stops = loaded.end_tokens | special_ids(loaded.tokenizer, asked.stop)
-    return Start(loaded, prompt, tokens, state, sampling, stops)
+        draft = draft_of(asked.draft, loaded, asked.device)
+    return Start(loaded, prompt, tokens, state, sampling, stops, draft)
 
 
 def _checked(parser: Parser, asked: Namespace) -> SamplingConfig:
@@ -189,6 +194,8 @@ def _check_texts(asked: Namespace) -> None:
 
 def _check_beams(asked: Namespace, sampling: SamplingConfig) -> None:
     """Raise `ValueError` for options that a search ignores."""
+    if asked.draft is not None:
+        raise ValueError("--draft guesses the tokens of a sample, and --beams searches: leave one of them out")
     if asked.samples > 1 or asked.stop:
         name = "--stop" if asked.stop else "--samples"
         raise ValueError(f"--beams gives a single text without stop strings: leave {name} out")
@@ -299,7 +306,9 @@ def _print_one(start: Start, asked: Namespace) -> None:
     """Print the prompt and its continuation (nothing if max_tokens is 0), and statistics to standard error."""
     begin = time.perf_counter()
     decoder, tokens = start.loaded.decoder, start.tokens
-    generation = Generation(decoder, tokens, start.sampling, state=start.state, stop_tokens=start.stop_tokens)
+    generation = Generation(
+        decoder, tokens, start.sampling, state=start.state, stop_tokens=start.stop_tokens, draft=start.draft
+    )
     generation.prefill()
     read = time.perf_counter()
     stream = TextStream(start.loaded.tokenizer, tokens, asked.stop)
@@ -319,18 +328,23 @@ def _print_one(start: Start, asked: Namespace) -> None:
     if asked.max_tokens:
         sys.stdout.write(held + stream.finish() + "\n")
         sys.stdout.flush()
-    seconds = time.perf_counter() - read
+    seconds, guesses = time.perf_counter() - read, _guesses(generation.guesses)
     if asked.state_out is not None:
         generation.read_all().save(asked.state_out, model=decoder)
     state_bytes = generation.state.nbytes if generation.state else 0
     sys.stderr.write(
-        f"prompt: {len(tokens)} tokens in {read - begin:.2f} s; {_speed(count, seconds)}; "
+        f"prompt: {len(tokens)} tokens in {read - begin:.2f} s; {_speed(count, seconds)}{guesses}; "
         f"state: {state_bytes:,} bytes{f' in {asked.state_out}' if asked.state_out else ''}\n"
     )
 
 
 def _speed(tokens: int, seconds: float) -> str:
     return f"generated: {tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s)"
+
+
+def _guesses(counts: tuple[int, int]) -> str:
+    right, made = counts
+    return f", {right} of {made} guesses right" if made else ""
 
 
 def _print_samples(start: Start, asked: Namespace) -> None:
@@ -342,6 +356,7 @@ def _print_samples(start: Start, asked: Namespace) -> None:
         slots=min(asked.samples, MOST_SLOTS),
         max_context=seen + len(start.tokens) + max(1, start.sampling.max_tokens),
         prefill_chunk=start.sampling.prefill_chunk,
+        draft=start.draft,
     )
     requests = [
         decoder.add(start.tokens, sampling, stop_tokens=start.stop_tokens, state=start.state)
@@ -403,7 +418,8 @@ def _write_texts(start: Start, asked: Namespace) -> None:
     ends = start.stop_tokens if begin_token is None else start.stop_tokens | {begin_token}
     reading = Generation(start.loaded.decoder, tokens, start.sampling)
     reading.prefill()
-    decoder = BatchDecoder(start.loaded.decoder, slots=min(ROWS, asked.texts), max_context=len(tokens) + max(1, most))
+    slots, context = min(ROWS, asked.texts), len(tokens) + max(1, most)
+    decoder = BatchDecoder(start.loaded.decoder, slots=slots, max_context=context, draft=start.draft)
     requests = [
         decoder.add(tokens[-1:], sampling, stop_tokens=ends, state=reading.state, before=tokens[:-1])
         for sampling in start.samplings(range(asked.texts))

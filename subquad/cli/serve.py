@@ -9,6 +9,7 @@ from pathlib import Path
 
 from subquad import training
 from subquad.cli.arguments import RUN_HELP, Parser
+from subquad.cli.drafts import DRAFT_HELP, draft_of
 from subquad.cli.generate import ADAPTER_HELP
 from subquad.cli.threads import keep_to_idle_cores
 from subquad.program import install
@@ -35,6 +36,7 @@ def make_parser() -> Parser:
     parser.add_optional("--api_key", KEY_HELP)
     parser.add_optional("--name", NAME_HELP)
     parser.add_optional("--adapter", ADAPTER_HELP)
+    parser.add_optional("--draft", DRAFT_HELP)
     parser.add_device()
     parser.add_class_arguments(ServeConfig, None, as_group=False)
     return parser
@@ -45,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     parser = make_parser()
     values = parser.parse_args(arguments).as_dict()
     folder, host, port, device, name = (values.pop(key) for key in ("run", "host", "port", "device", "name"))
-    adapter = values.pop("adapter")
+    adapter, asked_draft = values.pop("adapter"), values.pop("draft")
     keep_to_idle_cores(device)
     api_key = values.pop("api_key")
     with parser.checking():
@@ -63,7 +65,8 @@ def run(arguments: Sequence[str]) -> int:
         raise ImportError(f"subquad serve needs {error.name}: {install('subquad[serve]')}") from error
     with parser.checking():
         loaded = training.runs.load_run(folder, device, adapter)
+        draft = draft_of(asked_draft, loaded, device)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=1024) as listener:
-        serve(loaded, config, listener, api_key=api_key, name=name or Path(folder).resolve().name)
+        serve(loaded, config, listener, api_key=api_key, name=name or Path(folder).resolve().name, draft=draft)
     return 0

@@ -1,7 +1,8 @@
 """Sample texts and images from models that carry a state from token to token.
 
 `generate` yields one token at a time; `generate_batch` and `beam_search` return continuations with their `tokens` and
-the reason why they are `finished`; `generate_images` and `complete_images` return pixels.
+the reason why they are `finished`; `generate_images` and `complete_images` return pixels. The drafts that guess tokens
+ahead are in `speculative`.
 """
 
 from subquad.generation.batch import BatchDecoder, generate_batch

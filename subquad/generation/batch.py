@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Collection, Sequence
 
 from subquad.config import check_at_least
-from subquad.generation.batch_state import DynamicBatchState, StaticBatchState
+from subquad.generation.batch_state import BatchState, DynamicBatchState, StaticBatchState
 from subquad.generation.requests import Finished, Request, next_tokens
 from subquad.generation.sampling import SamplingConfig
+from subquad.generation.speculative import MakeDraft, SpeculativeBatchState
 from subquad.inference import inference
 from subquad.models import Decoder
 from subquad.state import State
@@ -21,11 +22,12 @@ class BatchDecoder:
     slots empty; each sequence with a seed has its own random numbers. A prompt is read before its sequence joins,
     `prefill_chunk` tokens a step, so that long prompts don't stall the others (`PerceiverAR` reads it in one piece).
     Shapes are static, so the step is recorded once (decision 0030; not with `record=False`), `compile=True` compiles it
-    once and CUDA graphs can replay it. `PerceiverAR` has no static shapes: its steps call the model.
+    once and CUDA graphs can replay it. `PerceiverAR` has no static shapes: its steps call the model. `draft` makes what
+    guesses a sequence's next tokens: a step reads guesses too, and may give several tokens of a sequence.
 
     States of constant size need no more memory for longer texts. If the state grows (`full`), a sequence may have
     `max_context` tokens in all, and each slot reserves memory for them. Not thread-safe. Raises `ValueError` for
-    numbers below 1, and for `compile` with a `PerceiverAR`.
+    numbers below 1, and for `compile` with a `PerceiverAR` or a draft.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class BatchDecoder:
         prefill_chunk: int = 512,
         compile: bool = False,
         record: bool = True,
+        draft: MakeDraft | None = None,
     ) -> None:
         check_at_least(1, slots=slots, max_context=max_context, prefill_chunk=prefill_chunk)
         self.slots = slots
@@ -47,10 +50,19 @@ class BatchDecoder:
         if compile and not model.static_shapes:
             name = model.config.attention
             raise ValueError(f"compile=True needs states of static shape, which {name} lacks; set compile=False")
-        self._batch_state: StaticBatchState | DynamicBatchState = DynamicBatchState(model, slots)
-        if model.static_shapes:
+        if compile and draft is not None:
+            raise ValueError(
+                "compile=True needs steps of one token, and with a draft they read guesses: set compile=False"
+            )
+        self._batch_state: BatchState
+        self._guessing = None if draft is None else SpeculativeBatchState(model, slots, draft)
+        if self._guessing is not None:
+            self._batch_state = self._guessing
+        elif model.static_shapes:
             with inference(model):
                 self._batch_state = StaticBatchState(model, slots, max_context, compile=compile, record=record)
+        else:
+            self._batch_state = DynamicBatchState(model, slots)
         self._free = list(range(slots - 1, -1, -1))
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}
@@ -69,6 +81,11 @@ class BatchDecoder:
     def free(self) -> int:
         """Return the number of empty slots."""
         return len(self._free)
+
+    @property
+    def guesses(self) -> tuple[int, int]:
+        """Return how many guesses were right, and how many there were."""
+        return (0, 0) if self._guessing is None else (self._guessing.accepted, self._guessing.guessed)
 
     @property
     def state_bytes(self) -> int:
@@ -139,7 +156,8 @@ class BatchDecoder:
     def step(self) -> list[tuple[Request, int]]:
         """Read waiting prompts, `prefill_chunk` tokens of them, then one token in each slot; return the new tokens.
 
-        They are in the order of the slots. A request with non-finite logits ends with `error`; the others continue.
+        They are in the order of the slots, and one sequence's in the order of its text. A request with non-finite
+        logits ends with `error`; the others continue.
         """
         with inference(self._model):
             self._read_prompts()

@@ -10,7 +10,8 @@ Shape letters: B slots, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -29,7 +30,47 @@ from subquad.state import State, fitted
 logger = logging.getLogger(__name__)
 
 
-class StaticBatchState:
+class BatchState(ABC):
+    """The state of several sequences in slots, and what `next_tokens` asks of it; most forms read no guesses."""
+
+    @abstractmethod
+    def insert(self, slot: int, state: State | None) -> None:
+        """Begin a sequence in an empty slot, with `state` or (None) before its first token."""
+
+    @abstractmethod
+    def clear(self, slot: int) -> None:
+        """Empty the slot."""
+
+    @abstractmethod
+    def state_of(self, slot: int) -> State:
+        """Return the slot's state."""
+
+    @abstractmethod
+    def step(self, tokens: list[int]) -> Tensor:
+        """Read one token in each slot (any in empty ones); return the next logits `[B, V]`."""
+
+    @abstractmethod
+    def bytes_of(self, slot: int) -> int:
+        """Return the bytes of the slot's state."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Return the bytes of all states."""
+
+    def guesses(self, slot: int, text: Sequence[int], most: int) -> list[int]:
+        """Return up to `most` tokens that may follow the slot's last one."""
+        return []
+
+    def read(self, tokens: list[list[int]]) -> Tensor:
+        """Read a token of each slot and the guesses that follow it; return the logits after each, `[B, K, V]`."""
+        return self.step([first for (first,) in tokens])[:, None]
+
+    def take_back(self, wrong: Mapping[int, int]) -> None:  # noqa: B027  # nothing to do without guesses
+        """Take back the last tokens of each slot that were read, by their number."""
+
+
+class StaticBatchState(BatchState):
     """One state `[B, ...]` of constant shapes, a row for each slot; an empty slot reads tokens without effect.
 
     A row depends on itself alone, because kernels of a constant shape treat all rows alike. A state that grows is
@@ -165,7 +206,7 @@ def _write(tensors: list[Tensor], values: list[Tensor]) -> None:
             tensor.copy_(value)
 
 
-class DynamicBatchState:
+class DynamicBatchState(BatchState):
     """A state whose shapes change: one of all sequences, split into one of each where a sequence joins or leaves."""
 
     def __init__(self, model: Decoder, slots: int) -> None:
@@ -200,19 +241,22 @@ class DynamicBatchState:
         begun = [slot for slot in sorted(self._states) if self._joint is not None or self._states[slot] is not None]
         fresh = sorted(set(self._states) - set(begun))
         if begun:
-            states = [state for slot in begun if (state := self._states[slot]) is not None]
-            joint = self._joint or (states[0] if len(states) == 1 else State.cat(states).to(device))
             tokens_B1 = torch.tensor([[tokens[slot]] for slot in begun], dtype=torch.long, device=device)
-            out_B1V, joint = self._model(tokens_B1, joint)
+            out_B1V, self._joint = self._model(tokens_B1, self._together(begun))
             logits_BV[begun] = out_B1V[:, -1].to(logits_BV.dtype)
-            self._joint = joint
-            self._states = dict.fromkeys(begun)
         if fresh:
             self._separate()
         for slot in fresh:
             out_B1V, self._states[slot] = self._model(as_tensor(self._model, [tokens[slot]]))
             logits_BV[slot] = out_B1V[0, -1]
         return logits_BV
+
+    def _together(self, slots: list[int]) -> State:
+        """Return the joint state of sequences that have one, which takes the place of their own."""
+        states = [state for slot in slots if (state := self._states[slot]) is not None]
+        joint = self._joint or (states[0] if len(states) == 1 else State.cat(states).to(device_of(self._model)))
+        self._states = dict.fromkeys(slots)
+        return joint
 
     def _separate(self) -> None:
         """Give each sequence a state of its own."""

@@ -6,11 +6,13 @@ Shape letters: B batch, T tokens, V vocabulary.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 
-from subquad.generation.batch_state import DynamicBatchState, StaticBatchState, as_tensor
+from subquad.generation.batch_state import BatchState, DynamicBatchState, StaticBatchState, as_tensor
 from subquad.generation.requests import Request, next_tokens
 from subquad.generation.sampling import SamplingConfig
+from subquad.generation.speculative import MakeDraft, SpeculativeBatchState
 from subquad.inference import inference
 from subquad.layers.attached import attached
 from subquad.models import Decoder
@@ -19,7 +21,7 @@ from subquad.state import State
 logger = logging.getLogger(__name__)
 
 RECORD_FROM = 64
-"""Fewest tokens for which a step is recorded: twice as many as recording needs to save time (docs/decoding.md)."""
+"""Fewest tokens for which a step is recorded: twice as many as save the time it takes, as a text may end early."""
 
 
 def generate(
@@ -42,6 +44,7 @@ def generate(
     stop_tokens: Collection[int] = (),
     prefill_chunk: int = 4096,
     record: bool | None = None,
+    draft: MakeDraft | None = None,
 ) -> Generation:
     """Iterate over up to `max_new_tokens` tokens that continue `prompt` (token ids, at least one).
 
@@ -70,7 +73,7 @@ def generate(
         seed=seed,
         prefill_chunk=prefill_chunk,
     )
-    return Generation(model, prompt, sampling, state=state, stop_tokens=stop_tokens, record=record)
+    return Generation(model, prompt, sampling, state=state, stop_tokens=stop_tokens, record=record, draft=draft)
 
 
 class Generation(Iterator[int]):
@@ -90,15 +93,26 @@ class Generation(Iterator[int]):
         state: State | None = None,
         stop_tokens: Collection[int] = (),
         record: bool | None = None,
+        draft: MakeDraft | None = None,
     ) -> None:
-        self._model, self._sampling, self._record = model, sampling, record
+        self._model, self._sampling, self._record, self._draft = model, sampling, record, draft
         self._request = Request(model, prompt, sampling, stop_tokens=stop_tokens, state=state)
-        self._batch_state: StaticBatchState | DynamicBatchState | None = None
+        self._batch_state: BatchState | None = None
+        self._guessing: SpeculativeBatchState | None = None
+        self._made: deque[int] = deque()
+        """Tokens that were chosen in one pass, and not returned yet."""
 
     @property
     def state(self) -> State | None:
-        """State after all tokens that the model has read."""
+        """State after all tokens that the model has read, but those that have not been returned."""
+        if self._guessing is not None:
+            return self._guessing.state_of(0, without=len(self._made))
         return self._request.state if self._batch_state is None else self._batch_state.state_of(0)
+
+    @property
+    def guesses(self) -> tuple[int, int]:
+        """Return how many guesses were right, and how many there were."""
+        return (0, 0) if self._guessing is None else (self._guessing.accepted, self._guessing.guessed)
 
     def prefill(self) -> None:
         """Read all but the last token of the prompt, in chunks; the first token does this too."""
@@ -113,33 +127,40 @@ class Generation(Iterator[int]):
         """
         self.prefill()
         request, state = self._request, self.state
-        if request.unread:
+        # Of several tokens of a pass those that were not returned are not part of the text.
+        unread = request.tokens[-1 - len(self._made) :][:1] if self._made else request.unread
+        if unread:
             with inference(self._model):
-                state = self._model.read(as_tensor(self._model, request.unread), state)
-        request.unread, request.state, self._batch_state = [], state, None
+                state = self._model.read(as_tensor(self._model, unread), state)
+        self._made.clear()
+        request.unread, request.state, self._batch_state, self._guessing = [], state, None, None
         request.finished = request.finished or "cancelled"
         assert state is not None
         return state
 
     def __next__(self) -> int:
-        if self._request.finished is not None:
-            raise StopIteration
-        self.prefill()
-        with inference(self._model):
-            if self._batch_state is None:
-                self._batch_state = self._begin()
-            made = next_tokens(self._batch_state, 1, {0: self._request})
-        if self._request.error is not None:
-            raise self._request.error
-        return made[0][1]
+        if not self._made:
+            if self._request.finished is not None:
+                raise StopIteration
+            self.prefill()
+            with inference(self._model):
+                if self._batch_state is None:
+                    self._batch_state = self._begin()
+                made = next_tokens(self._batch_state, 1, {0: self._request})
+            if self._request.error is not None:
+                raise self._request.error
+            self._made.extend(token for _, token in made)
+        return self._made.popleft()
 
-    def _begin(self) -> StaticBatchState | DynamicBatchState:
+    def _begin(self) -> BatchState:
         """Return the state of a batch of one slot, which holds the state after the prompt."""
         model, state, tokens = self._model, self._request.state, self._sampling.max_tokens
         if state is not None:
             model.check_state(state, 1)
-        if not model.static_shapes or model.state_grows or model.most_tokens is not None:
-            why: str | None = "the state has no constant size, or the model a last position"
+        if self._draft is not None:
+            why: str | None = "they read guesses"
+        elif not model.static_shapes or model.state_grows or model.most_tokens is not None:
+            why = "the state has no constant size, or the model a last position"
         elif self._record is False or (self._record is None and tokens < RECORD_FROM):
             why = "it is switched off" if self._record is False else f"{tokens} tokens are fewer than {RECORD_FROM}"
         else:
@@ -148,7 +169,11 @@ class Generation(Iterator[int]):
             logger.info("decoding steps call the model's modules and are not recorded: %s", why)
         else:
             model.warn_on_length(tokens + (0 if state is None else int(state.seen)))
-        batch_state = StaticBatchState(model, 1, 1) if why is None else DynamicBatchState(model, 1)
+        batch_state: BatchState
+        if self._draft is not None:
+            batch_state = self._guessing = SpeculativeBatchState(model, 1, self._draft)
+        else:
+            batch_state = StaticBatchState(model, 1, 1) if why is None else DynamicBatchState(model, 1)
         batch_state.insert(0, state)
         self._request.state = None
         return batch_state

@@ -10,7 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from subquad.generation.batch_state import DynamicBatchState, StaticBatchState, as_tensor
+from torch import Tensor
+
+from subquad.generation.batch_state import BatchState, as_tensor
 from subquad.generation.sampling import Sampler, SamplingConfig
 from subquad.models import Decoder
 from subquad.state import State
@@ -58,8 +60,9 @@ class Request(Continuation):
         self.unread = checked_prompt(prompt, model.config.vocab_size)
         self.prompt_tokens = len(self.unread)
         self._sampling = sampling
-        text = [*before, *self.unread]
-        self._choose = Sampler(sampling, model.config.vocab_size, text, stop_tokens=stop_tokens)
+        self.text = [*before, *self.unread]
+        """The tokens before, as far as they are known, the prompt's, and those that were generated."""
+        self._choose = Sampler(sampling, model.config.vocab_size, self.text, stop_tokens=stop_tokens)
         self._stop_tokens = frozenset(stop_tokens)
         self.keep_state = keep_state
         self.owner = owner
@@ -78,8 +81,35 @@ class Request(Continuation):
             del self.unread[:count]
         return count
 
+    def choose(self, guesses: list[int], logits_KV: Tensor, likeliest: list[int], finite: list[bool]) -> list[int]:
+        """Add the token after the last one, and one after each guess that was right; return them.
+
+        Logits that are not all `finite` end the request.
+        """
+        chosen: list[int] = []
+        for k in range(len(guesses) + 1):
+            if finite[k] and self._choose.takes_the_likeliest:
+                token = likeliest[k]
+            else:
+                try:
+                    token = self._choose(logits_KV[k])
+                except ValueError as error:
+                    self.finished, self.error = "error", error
+                    break
+            self._add(token)
+            chosen.append(token)
+            if self.finished is not None or guesses[k : k + 1] != [token]:
+                break
+        return chosen
+
+    @property
+    def most_left(self) -> int:
+        """Return how many more tokens may be generated."""
+        return self._sampling.max_tokens - len(self.tokens)
+
     def _add(self, token: int) -> None:
         self.tokens.append(token)
+        self.text.append(token)
         self.unread = [token]
         if token in self._stop_tokens:
             self.finished = "stop"
@@ -87,32 +117,26 @@ class Request(Continuation):
             self.finished = "length"
 
 
-def next_tokens(
-    batch_state: StaticBatchState | DynamicBatchState, slots: int, running: Mapping[int, Request]
-) -> list[tuple[Request, int]]:
+def next_tokens(batch_state: BatchState, slots: int, running: Mapping[int, Request]) -> list[tuple[Request, int]]:
     """Read the last token of each running request and return each request with its next token, in order of slots.
 
-    `running` has the requests by their slot, below `slots`. All tokens are chosen here, except those of beams. A
-    request with non-finite logits is finished by an `error`.
+    With guesses, which are read in the same pass, a request may get several tokens. `running` has the requests by their
+    slot, below `slots`. All tokens are chosen here, except those of beams. A request with non-finite logits is finished
+    by an `error`.
     """
-    fed = [0] * slots
+    fed = [[0]] * slots
     for slot, request in running.items():
-        fed[slot] = request.unread[-1]
-    logits_BV = batch_state.step(fed).detach()
-    likeliest, finite = logits_BV.argmax(-1).tolist(), logits_BV.isfinite().all(-1).tolist()
-    made = []
+        fed[slot] = [request.unread[-1], *batch_state.guesses(slot, request.text, request.most_left - 1)]
+    logits_BKV = batch_state.read(fed).detach()
+    likeliest, finite = logits_BKV.argmax(-1).tolist(), logits_BKV.isfinite().all(-1).tolist()
+    made, wrong = list[tuple[Request, int]](), dict[int, int]()
     for slot, request in sorted(running.items()):
-        if finite[slot] and request._choose.takes_the_likeliest:
-            token = likeliest[slot]
-        else:
-            try:
-                token = request._choose(logits_BV[slot])
-            except ValueError as error:
-                request.finished, request.error = "error", error
-                continue
+        chosen = request.choose(fed[slot][1:], logits_BKV[slot], likeliest[slot], finite[slot])
+        made += [(request, token) for token in chosen]
+        wrong[slot] = len(fed[slot]) - max(1, len(chosen))  # the last one chosen is read in the next step
+    batch_state.take_back(wrong)
+    for slot, request in running.items():
         request.state_bytes = batch_state.bytes_of(slot)
-        request._add(token)
-        made.append((request, token))
     return made
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from subquad.hf.loading import StrictModel
 from subquad.models.build import build_model
 from subquad.models.decoder import Decoder
 from subquad.parallel import active_group
+from subquad.state import State
 
 
 @dataclass
@@ -104,14 +106,22 @@ class SubquadModel(StrictModel):
         group = active_group()
         tokens = given if group is None else group.part(given)
         named |= {"keep_state": cache is not None, "keep_between": bool(output_hidden_states)}
-        read: Any = self.decoder(tokens, before, mask_BT, doc_ids, **named)  # without a head: three values
-        passes, state, between = read
+        if cache is not None and cache.slot.rollback is not None and use_cache is not False:
+            call = partial(self._passes, named)
+            (passes, between), state = cache.slot.rollback.read(call, tokens, before, mask_BT)
+        else:
+            read: Any = self.decoder(tokens, before, mask_BT, doc_ids, **named)  # without a head: three values
+            passes, state, between = read
         if cache is not None and use_cache is not False:
             cache.update_state(state, given.shape[1])
         hidden_states = None if between is None else (*between, passes[-1])
         if not (self.config.return_dict if return_dict is None else return_dict):
             return tuple(value for value in (passes[-1], cache, hidden_states) if value is not None)
         return BackboneOutput(passes[-1], cache, hidden_states, passes=tuple(passes))
+
+    def _passes(self, named: dict[str, Any], tokens_BT: Tensor, state: State | None, mask_BT: Tensor | None) -> Any:
+        read: Any = self.decoder(tokens_BT, state, mask_BT, None, **named)
+        return (read[0], read[2]), read[1]
 
     def blocks_to_shard(self) -> list[nn.Module]:
         """Return the decoder's blocks."""

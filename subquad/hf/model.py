@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationMixin
+from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from subquad.hf.backbone import (
@@ -39,7 +40,6 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
     config: SubquadConfig
     config_class = SubquadConfig
     accepts_loss_kwargs = True
-    _is_stateful = True
     _tied_weights_keys = {"lm_head.weight": "model.decoder.embedding.tokens.weight"}  # noqa: RUF012
     lm_head: nn.Module
     lookup: Lookup | None
@@ -216,6 +216,24 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
             )
         parent: Any = super()
         return parent.generate(inputs, *args, **kwargs)
+
+    @property
+    def _is_stateful(self) -> bool:  # type: ignore[override]  # theirs is a constant of the class
+        """Whether transformers refuses assisted decoding: a prompt and its draft in one pass have other latents."""
+        return self.model.decoder.prompt_latents is not None
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Prepare a cache whose tokens can be removed, for assisted decoding and for an assistant."""
+        parent: Any = super()
+        found = parent._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+        assisted = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+        if assisted and generation_config.use_cache is not False:
+            cache = checked_cache(model_kwargs.get("past_key_values")) or SubquadCache()
+            cache.activate_past_recording()
+            model_kwargs["past_key_values"] = cache
+        return found
 
     def prepare_inputs_for_generation(
         self,

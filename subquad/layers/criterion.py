@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +26,14 @@ IGNORED = -100
 
 
 class CrossEntropy(nn.Module):
-    """`-log p(label)` in nats, of the vectors that a model's last block returns.
+    """`-log p(label)` in nats, of the vectors that a model's last block returns; in training with `terms` added.
 
-    A loss with other terms overrides `of_token` and sets `reads_lse`; a model's is its attribute `criterion`.
+    A model's is its attribute `criterion`. A loss that needs all logits of a token is no term: it overrides `forward`.
     """
 
-    reads_lse: ClassVar[bool] = False
-    """Whether `of_token` reads the logsumexp, which is computed only then."""
-
-    def of_token(self, nll_N: Tensor, lse_N: Tensor) -> Tensor:
-        """Return each token's loss from `-log p(label)` and the logsumexp of its logits."""
-        return nll_N
+    def __init__(self) -> None:
+        super().__init__()
+        self.terms: tuple[loss.Term, ...] = ()
 
     def forward(
         self,
@@ -57,7 +54,7 @@ class CrossEntropy(nn.Module):
         for h_BTD in passes:
             ours_BT = labels_BT[:, labels_BT.shape[1] - h_BTD.shape[1] :]
             h_ND, labels_N = h_BTD.flatten(0, 1), ours_BT.flatten()
-            more: dict[str, Any] = {"reduction": reduction, "of_token": self.of_token if self.reads_lse else None}
+            more: dict[str, Any] = {"reduction": reduction, "terms": self.terms if self.training else ()}
             if lookup is None and (read := _read(head)) is not None:
                 weight_VD, bias_V = read
                 weight_VD = weight_VD if len(weight_VD) == vocab_size else weight_VD[:vocab_size]
@@ -101,13 +98,13 @@ def chunked_cross_entropy(
     width: int,
     ignore_index: int = IGNORED,
     reduction: Reduction = "mean",
-    of_token: loss.OfToken | None = None,
+    terms: tuple[loss.Term, ...] = (),
 ) -> Tensor:
     """`-log softmax(logits_of(h))[label]`, in nats, for a head that is more than one matrix.
 
     `logits_of` maps `[n, D]` to `[n, V]`. It runs on chunks of tokens, so that its widest tensor, of `width` channels,
     has at most `subquad.ops.loss.CHUNK_ENTRIES` entries (but at least one token); the backward pass computes each
-    chunk again. Reductions, labels and `of_token` are as in `subquad.ops.loss.linear_cross_entropy`. Raises
+    chunk again. Reductions, labels and `terms` are as in `subquad.ops.loss.linear_cross_entropy`. Raises
     `ValueError` for an invalid shape, width or reduction, and `TypeError` for labels that are not whole numbers.
     """
     if width < 1:
@@ -120,8 +117,8 @@ def chunked_cross_entropy(
         logits_nV = logits_of(h_nD)
         logits_nV = at_least_float32(logits_nV)
         nll_n = F.cross_entropy(logits_nV, labels_n, ignore_index=ignore_index, reduction="none")
-        lse_n = nll_n if of_token is None else logits_nV.logsumexp(-1)
-        return loss.losses_of(nll_n, lse_n, labels_n, ignore_index, of_token)
+        lse_n = logits_nV.logsumexp(-1) if terms else nll_n
+        return loss.losses_of(nll_n, lse_n, labels_n, ignore_index, terms)
 
     labels_N = loss.whole_labels(labels_N)
     rows = max(1, loss.CHUNK_ENTRIES // width)

@@ -44,7 +44,7 @@ def has_tensor_cores(device: torch.device) -> bool:
 def use_backend(backend: str) -> Iterator[None]:
     """Run every engine whose `backend` is None on this one within the block; an engine without it raises.
 
-    A compiled function is compiled once more for each backend; in it the block of any thread counts.
+    A compiled function is compiled once more for each backend; it obeys a block that any thread has entered.
     """
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; {suggest(backend, BACKENDS)}")

@@ -16,8 +16,8 @@ from subquad.ops.backends import autocast_enabled
 from subquad.ops.precision import at_least_float32, wide_dtype
 from subquad.tracing import beyond_backward, without_tangents
 
-OfToken = Callable[[Tensor, Tensor], Tensor]
-"""A token's loss from `-log p(label)` and the logsumexp of its logits, each `[N]`."""
+Term = Callable[[Tensor, Tensor], Tensor]
+"""A term `[N]` of the tokens' losses, from `-log p(label)` and the logsumexp of the logits, each `[N]`."""
 CHUNK_ENTRIES = 1 << 22
 """Most logits held at once (16 MiB of float32); with more, tokens are processed in chunks."""
 
@@ -31,14 +31,14 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     ignore_index: int = -100,
     reduction: Literal["mean", "sum", "none"] = "mean",
-    of_token: OfToken | None = None,
+    terms: tuple[Term, ...] = (),
 ) -> Tensor:
     """`-log softmax(W h + b)[label]`, in nats, never holding more than `CHUNK_ENTRIES` logits (at least one row).
 
     Tokens labelled `ignore_index` do not count; the mean is over the others (zero if there are none). The softmax is
-    taken in float32 or wider. With `of_token` a token's loss is `of_token(-log p, logsumexp of the logits)`, each `[N]`
-    with a gradient. Raises `ValueError` for mismatched shapes or an unknown reduction,
-    `TypeError` for labels that are not whole numbers, and on a CPU `IndexError` for a label outside the vocabulary.
+    taken in float32 or wider. Each of the `terms`, `term(-log p, logsumexp of the logits)`, is added to the tokens'
+    losses, with its gradient. Raises `ValueError` for mismatched shapes or an unknown reduction, `TypeError` for labels
+    that are not whole numbers, and on a CPU `IndexError` for a label outside the vocabulary.
     """
     if h_ND.ndim != 2 or weight_VD.ndim != 2 or h_ND.shape[1] != weight_VD.shape[1] or labels_N.shape != h_ND.shape[:1]:
         raise ValueError(
@@ -55,15 +55,17 @@ def linear_cross_entropy(
         logits_NV = F.linear(h_ND, weight_VD, bias)
         logits_NV = at_least_float32(logits_NV)
         nll_N = F.cross_entropy(logits_NV, labels_N, ignore_index=ignore_index, reduction="none")
-        lse_N = nll_N if of_token is None else logits_NV.logsumexp(-1)
+        lse_N = logits_NV.logsumexp(-1) if terms else nll_N
     else:
         nll_N, lse_N = _loss(h_ND, weight_VD, labels_N, bias, ignore_index)
-    return reduced(losses_of(nll_N, lse_N, labels_N, ignore_index, of_token), labels_N, ignore_index, reduction)
+    return reduced(losses_of(nll_N, lse_N, labels_N, ignore_index, terms), labels_N, ignore_index, reduction)
 
 
-def losses_of(nll_N: Tensor, lse_N: Tensor, labels_N: Tensor, ignore_index: int, of_token: OfToken | None) -> Tensor:
-    """Return the loss of each token, zero for those that do not count."""
-    return nll_N if of_token is None else torch.where(labels_N != ignore_index, of_token(nll_N, lse_N), 0.0)
+def losses_of(nll_N: Tensor, lse_N: Tensor, labels_N: Tensor, ignore_index: int, terms: tuple[Term, ...]) -> Tensor:
+    """Return the loss of each token, with the `terms`; zero for those that do not count."""
+    if not terms:
+        return nll_N
+    return torch.where(labels_N != ignore_index, sum((term(nll_N, lse_N) for term in terms), nll_N), 0.0)
 
 
 def whole_labels(labels: Tensor) -> Tensor:

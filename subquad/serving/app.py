@@ -23,6 +23,7 @@ from subquad import training
 from subquad.data.special_tokens import special_ids
 from subquad.data.tokenizers import vocab_size
 from subquad.generation import BatchDecoder, SamplingConfig, TextStream
+from subquad.generation.speculative import MakeDraft
 from subquad.serving import schemas
 from subquad.serving.config import ServeConfig
 from subquad.serving.engine import Engine, Job
@@ -358,11 +359,24 @@ def _describe_errors(app: FastAPI, *, with_key: bool) -> None:
 
 
 def serve(
-    loaded: training.runs.LoadedRun, config: ServeConfig, listener: socket.socket, *, api_key: str | None, name: str
+    loaded: training.runs.LoadedRun,
+    config: ServeConfig,
+    listener: socket.socket,
+    *,
+    api_key: str | None,
+    name: str,
+    draft: MakeDraft | None = None,
 ) -> None:
-    """Answer on `listener` until a signal arrives; print the address to standard output."""
+    """Answer on `listener` until a signal arrives; print the address to standard output.
+
+    `draft` makes what guesses a sequence's next tokens.
+    """
     decoder = BatchDecoder(
-        loaded.decoder, slots=config.slots, max_context=config.max_context, prefill_chunk=config.prefill_chunk
+        loaded.decoder,
+        slots=config.slots,
+        max_context=config.max_context,
+        prefill_chunk=config.prefill_chunk,
+        draft=draft,
     )
     parameters = sum(parameter.numel() for parameter in loaded.decoder.parameters())
     attention = loaded.decoder.config.attention

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -264,18 +265,22 @@ class Engine:
             self._decoder.cancel(request)
 
     def _thread_step(self) -> None:
-        made = {id(request): token for request, token in self._decoder.step()}
+        made = defaultdict[int, list[int | None]](list)
+        for request, token in self._decoder.step():
+            made[id(request)].append(token)
         now = time.perf_counter()
         events = []
         for (job, index), request in tuple(self._requests.items()):
-            token, end = made.get(id(request)), request.finished
-            if token is None and end is None:
+            tokens, end = made[id(request)], request.finished
+            if not tokens and end is None:
                 continue
             if end is not None:
                 del self._requests[job, index]
             if end == "cancelled":
                 continue
             limit: Limit | None = "tokens" if end == "length" else None
-            events.append((job, Event(index, token, request.state_bytes, now, end, limit, request.error)))
+            *others, last = tokens or [None]
+            events += [(job, Event(index, token, request.state_bytes, now)) for token in others]
+            events.append((job, Event(index, last, request.state_bytes, now, end, limit, request.error)))
         if events:
             self._thread_tell(self._deliver, events)

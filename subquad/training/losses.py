@@ -1,15 +1,16 @@
-"""Losses of language models beside the cross-entropy, and the option that chooses one."""
+"""Terms of the loss of language models beside the cross-entropy, and the options that choose them."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
 
 from torch import Tensor, nn
 
 from subquad.config import Config
 from subquad.layers.criterion import CrossEntropy
+from subquad.ops.loss import Term
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,26 +25,20 @@ class LossConfig(Config):
         if not (self.z_weight >= 0 and math.isfinite(self.z_weight)):
             raise ValueError(f"loss.z_weight must be at least 0, got {self.z_weight}")
 
+    def terms(self) -> tuple[Term, ...]:
+        """Return the terms that the options ask for."""
+        return (partial(z_loss, weight=self.z_weight),) if self.z_weight else ()
+
     def apply_to(self, model: nn.Module) -> None:
-        """Give a language model, and those inside it, this loss."""
-        if not self.z_weight:
-            return
-        having = [module for module in model.modules() if isinstance(getattr(module, "criterion", None), CrossEntropy)]
-        if not having:
-            raise ValueError(f"loss.z_weight={self.z_weight}: {type(model).__name__} has no criterion to replace")
-        for module in having:
-            module.criterion = ZLoss(self.z_weight)
+        """Give these terms to the loss of a language model and of those inside it."""
+        terms = self.terms()
+        losses = [module for module in model.modules() if isinstance(module, CrossEntropy)]
+        if terms and not losses:
+            raise ValueError(f"{self} has no effect: {type(model).__name__} has no loss of the next token")
+        for loss in losses:
+            loss.terms = terms
 
 
-class ZLoss(CrossEntropy):
-    """`-log p + w log^2 Z` in training, and `-log p` in evaluation."""
-
-    reads_lse: ClassVar[bool] = True
-
-    def __init__(self, weight: float) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def of_token(self, nll_N: Tensor, lse_N: Tensor) -> Tensor:
-        """Return `-log p + w log^2 Z` of each token."""
-        return nll_N + self.weight * lse_N.square() if self.training else nll_N
+def z_loss(nll_N: Tensor, lse_N: Tensor, /, *, weight: float) -> Tensor:
+    """`w log^2 Z` of each token."""
+    return weight * lse_N.square()

@@ -42,7 +42,7 @@ class Report(Record):
     bits_per_byte: float
     """Bits of the model per held-out byte."""
     baselines: Baselines
-    """Compressors and n-grams that have read the same training text, at most as much of it as the model."""
+    """Compressors and n-grams given at most the training text that the model read."""
     held_out_bytes: int
     files_hash: str
     """Hash of the text's file list."""

@@ -17,7 +17,7 @@ from subquad.evaluation import provenance
 from subquad.hf import SubquadForCausalLM
 from subquad.state import weights_hash
 from subquad.testing import assert_exact, assert_same_maths
-from subquad.training.losses import ZLoss
+from subquad.training import losses
 from tests.adaptation.models import save
 from tests.adaptation.test_source import theirs
 from tests.training.helpers import assert_same_weights, failed
@@ -174,12 +174,14 @@ def test_convert_is_a_function_too(original, texts, tmp_path, monkeypatch):
     monkeypatch.setattr(
         conversion, "tune", lambda model, *more: begun.append(weights_hash(model)) or tune(model, *more)
     )
-    of_token, z_losses = ZLoss.of_token, []
-    monkeypatch.setattr(ZLoss, "of_token", lambda *args: z_losses.append(args[0].weight) or of_token(*args))
+    z_loss, weights_of_z = losses.z_loss, []
+    monkeypatch.setattr(
+        losses, "z_loss", lambda *args, weight: weights_of_z.append(weight) or z_loss(*args, weight=weight)
+    )
     calls = []
     report = convert(original, config, progress=lambda *words: calls.append(words[:3]))
     assert calls == [("match", 1, 2), ("match", 2, 2), ("lora", 1, 2), ("lora", 2, 2)]
-    assert z_losses == [0.01] * 4, "in each batch of the adaptation"
+    assert weights_of_z == [0.01] * 4, "in each batch of the adaptation"
     assert report["options"] == {"feature_map": "learned", "rotary": True}
     new = 2 * 4 * 16 * 2  # two maps of 4 x 4 for each of 4 heads, in 2 layers
     grown = 2 * 2 * 2 * 4 * 16  # keys and values of 2 shared heads become those of 4

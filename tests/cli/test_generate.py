@@ -116,6 +116,22 @@ def test_a_state_continues_as_the_whole_text_would(text, run, tmp_path, capsys):
     assert two == "".join(f"--- {i} ---\n{text('--prompt', 'w4', '--state-in', file)}" for i in (1, 2))
 
 
+def test_a_draft_changes_no_text(run, text, tmp_path, refused, capsys):
+    other = save_model(tmp_path / "other", seed=4, **LLP)
+    for draft in ("ngram", run, other):
+        for more in ([], ["--samples", "2", "--temperature", "1", "--seed", "3"], ["--stop", "w5"]):
+            assert text(*ONE, *more, "--draft", draft) == text(*ONE, *more)
+    assert main(["generate", str(run), *ONE, "--max_tokens", "9", "--temperature", "0", "--draft", str(run)]) == 0
+    assert re.search(r"tokens/s\), 7 of 7 guesses right; state", capsys.readouterr().err)
+    for archive, more in (("a.zip", []), ("b.zip", ["--draft", "ngram"])):
+        text("--prompt", "w1", "--texts", "3", "--seed", "2", "--out-file", tmp_path / archive, *more)
+    assert texts(tmp_path / "a.zip") == texts(tmp_path / "b.zip")
+    bytes_model = save_model(tmp_path / "bytes", tokenizer="bytes", **LLP)
+    assert "--draft needs a model with the tokenizer of" in refused("generate", run, *ONE, "--draft", bytes_model)
+    assert "nowhere" in refused("generate", run, *ONE, "--draft", tmp_path / "nowhere")
+    assert "leave one of them out" in refused("generate", run, *ONE, "--beams", "2", "--draft", "ngram")
+
+
 def test_learned_positions_end_a_text_with_a_warning(tmp_path, refused, text, caplog):
     run = save_model(tmp_path / "learned", position="learned", max_positions=16, **LLP)
     asked = ["--prompt", "w1 w2", "--max_tokens", "50"]

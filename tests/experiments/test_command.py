@@ -98,8 +98,8 @@ def test_advice_links_to_the_figures_of_its_claims(experiments):
     none = [{**advice, "withdrawn": "counts win"}, {**advice, "claims": ["measured/more"], "withdrawn": "counts win"}]
     file.write_text(json.dumps({"choices": none}))
     page = findings(experiments, [folder])
-    assert "- **more**: counts win. It takes one." in page
-    assert "- **more**: counts win; [measured](../experiments/measured). It takes one." in page
+    assert "- **more**: counts win. Needed: one." in page
+    assert "- **more**: counts win; [measured](../experiments/measured). Needed: one." in page
     file.write_text(json.dumps({"choices": [{**advice, "claims": ["measured/mor"]}]}))
     with pytest.raises(ValueError, match=r"choices\.yaml, 'more': unknown claim 'measured/mor'; "):
         findings(experiments, [folder])

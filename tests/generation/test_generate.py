@@ -23,7 +23,7 @@ def test_generate_passes_all_its_options_on(monkeypatch):
     monkeypatch.setitem(generate.__globals__, "SamplingConfig", dict)
     monkeypatch.setitem(generate.__globals__, "Generation", lambda *arguments, **others: (*arguments, others))
     options = {field.name: object() for field in fields(SamplingConfig)}
-    others = {"state": object(), "stop_tokens": object(), "record": object()}
+    others = {"state": object(), "stop_tokens": object(), "record": object(), "draft": object()}
     given = {"max_new_tokens" if name == "max_tokens" else name: value for name, value in options.items()}
     assert generate("model", "prompt", **given, **others) == ("model", "prompt", options, others)
 

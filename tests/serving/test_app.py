@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from subquad.data import load_tokenizer
 from subquad.generation import BatchDecoder, Generation, SamplingConfig, TextStream
+from subquad.generation.speculative import NgramDraft
 from subquad.serving import ServeConfig
 from subquad.serving.engine import Event
 from subquad.serving.replies import Choice
@@ -53,6 +54,19 @@ def test_a_completion_is_what_the_model_generates(client, model, tokens):
     assert (choice["finish_reason"], stats["ended_by"], stats["tokens"]) == ("length", "tokens", tokens)
     assert stats["state_bytes"] == BatchDecoder(model, slots=1).state_bytes
     assert stats["tokens_per_s"] is None if tokens == 1 else stats["tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_guesses_change_no_answer(model, stream):
+    asked = {"prompt": ["aba aba aba", "no", "aba aba"], "temperature": 0.7, "seed": 5, "max_tokens": 20, "n": 2}
+    with served(BatchDecoder(model, slots=4)) as plain, served(BatchDecoder(model, slots=4, draft=NgramDraft)) as ours:
+        if stream:
+            pieces = [streamed(client, **asked) for client in (plain, ours)]
+            said = [[(c["index"], c["text"]) for piece in each for c in piece["choices"]] for each in pieces]
+            found = [["".join(text for i, text in each if i == index) for index in range(6)] for each in said]
+        else:
+            found = [[choice["text"] for choice in choices(client, **asked)] for client in (plain, ours)]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("sampling", [

@@ -6,14 +6,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from subquad.hf import SubquadConfig, SubquadForCausalLM
-from subquad.layers.criterion import CrossEntropy
 from subquad.models import Decoder, DecoderConfig
 from subquad.ops import loss
 from subquad.parallel import context_parallel
 from subquad.testing import assert_exact, assert_same_maths
 from subquad.testing.ranks import on_ranks
 from subquad.training import TrainConfig
-from subquad.training.losses import LossConfig, ZLoss
+from subquad.training.losses import LossConfig
 
 SIZES = {"vocab_size": 11, "dim": 16, "num_layers": 1, "num_heads": 2, "attention": "linear"}
 TOKENS = torch.arange(26).view(2, 13) * 7 % 11
@@ -71,6 +70,14 @@ def test_evaluation_is_the_cross_entropy_alone():
     assert model.train().loss(TOKENS, TOKENS) > before
 
 
+@pytest.mark.parametrize("options", [{}, {"lookup": 5}], ids=["plain", "lookup"])
+def test_terms_add_up(options):
+    model = decoder(**options)
+    plain = model.loss(TOKENS, TOKENS)
+    model.criterion.terms = (lambda nll, lse: 2 * nll, lambda nll, lse: lse * 0 + 0.5)
+    assert_same_maths(model.loss(TOKENS, TOKENS), 3 * plain + 0.5)
+
+
 def test_ranks_that_share_a_sequence_add_up_to_it():
     torch.manual_seed(0)
     model = SubquadForCausalLM(SubquadConfig(**SIZES)).double().train()
@@ -93,10 +100,10 @@ def test_the_option_reaches_models_of_text_alone():
     for weight in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"loss\.z_weight must be at least 0, got"):
             LossConfig(z_weight=weight)
-    with pytest.raises(ValueError, match=r"loss\.z_weight=0\.1: Linear has no criterion to replace"):
+    with pytest.raises(ValueError, match=r"LossConfig\(z_weight=0\.1\) has no effect: Linear has no loss of the next"):
         LossConfig(z_weight=0.1).apply_to(nn.Linear(2, 2))
-    model = decoder()
-    LossConfig().apply_to(model)
-    assert type(model.criterion) is CrossEntropy
-    LossConfig(z_weight=1e-4).apply_to(model)
-    assert type(model.criterion) is ZLoss
+    LossConfig().apply_to(nn.Linear(2, 2))
+    model = SubquadForCausalLM(SubquadConfig(**SIZES))
+    for weight, count in ((1e-4, 1), (1e-4, 1), (0.0, 0)):
+        LossConfig(z_weight=weight).apply_to(model)
+        assert [len(one.criterion.terms) for one in (model, model.decoder)] == [count] * 2
