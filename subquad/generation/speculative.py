@@ -141,8 +141,11 @@ class SpeculativeBatchState(DynamicBatchState):
             return super().read(tokens)
         K, device = int(fed_B.max()), device_of(self._model)
         tokens_BK = torch.tensor([tokens[slot] + [0] * (K - len(tokens[slot])) for slot in slots], device=device)
-        mask_BK = real_slots(fed_B.to(device), K) if bool((fed_B < K).any()) else None
-        out_BKV, self._joint = self._rollback.read(self._model, tokens_BK, self._together(slots), mask_BK)
+        if K == 1:  # nothing was guessed, and nothing will be taken back
+            out_BKV, self._joint = self._model(tokens_BK, self._together(slots))
+        else:
+            mask_BK = real_slots(fed_B.to(device), K) if bool((fed_B < K).any()) else None
+            out_BKV, self._joint = self._rollback.read(self._model, tokens_BK, self._together(slots), mask_BK)
         logits_BKV = out_BKV.new_zeros(self._slots, K, out_BKV.shape[-1])
         logits_BKV[slots] = out_BKV
         return logits_BKV
