@@ -22,7 +22,7 @@ TOOLS := $(VENV)-release/.installed
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-long smoke bench lists gpu peers lowest lint workflows check dist wheel-check release clean
+.PHONY: help install run test test-long smoke bench lists docs gpu peers lowest lint workflows check dist wheel-check release clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -46,6 +46,15 @@ bench: $(RUNS) ## time operators, layers, models and decoding on this machine, w
 
 lists: $(TESTS) ## write again the tables, pictures and signatures of all mechanisms, after one was added
 	@$(BIN)/python docs/make_lists.py
+
+docs: $(TESTS) ## build the site in build/docs, with every warning an error; needs npm, which fetches MathJax
+	@command -v npm >/dev/null 2>&1 || { echo "make docs needs npm. On Debian or Ubuntu: apt install npm"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	@rm -rf build/docs && mkdir -p build/npm && cp docs/package.json docs/package-lock.json build/npm
+	@npm ci --prefix build/npm --ignore-scripts --no-audit --no-fund --silent
+	@HF_HUB_OFFLINE=1 $(BIN)/python docs/make_site.py build/site
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m sphinx -q -W --keep-going -E -d build/doctrees -c docs build/site build/docs
+	@echo "The site is build/docs/index.html"
 
 gpu: ## the kernels' checks, times and tests on a GPU, with .venv or else $(PYTHON) as it is; DEVICE=cpu tries it in tiny sizes
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,"$(PYTHON)") benchmarks/gpu.py --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--dry-run)

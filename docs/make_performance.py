@@ -25,6 +25,7 @@ TITLES = {
     "scans": "Gated and delta scans beside flash-linear-attention",
 }
 DRAWN = ("ops", "model", "decode")
+SHOWN = {"time": "Time", "memory": "Peak memory", "state": "Size of the state", "latents": "Time by number of latents"}
 LENGTHS = ("1,024", "4,096", "16,384")
 LONG = 100_000
 """Tokens of the table of long texts."""
@@ -72,7 +73,7 @@ def tables(stem: str, report: Report) -> str:
     origin = f"`{command}`, {made['date']}, commit {made['commit']}: {pages.versions(made['versions'])}."
     parts += ["## All numbers of one run", report.table(), origin]
     files = sorted(pages.IMAGES.glob(f"{stem}_[a-z]*.png")) if what in DRAWN else []
-    parts += [f"![{file.stem}](../../docs/images/{file.name})" for file in files]
+    parts += [f"![{SHOWN[file.stem.split('_')[2]]} of the rows above](../../docs/images/{file.name})" for file in files]
     return pages.raw(f"{TITLES[what]} on a {device.upper()}", "make_performance.py", *parts)
 
 

@@ -381,14 +381,15 @@ def test_pages_stay_short_and_tell_what_is():
     most = {"performance": 15_000, "findings": 18_000, "gpu": 8_000, "mathematics": 12_000, "engines": 12_000}
     assert [name for name, size in most.items() if (ROOT / "docs" / f"{name}.md").stat().st_size > size] == []
     scripts = (ROOT / "docs").glob("*.py")
-    assert sum(len(script.read_text(encoding="utf-8").splitlines()) for script in scripts) <= 700
+    assert sum(len(script.read_text(encoding="utf-8").splitlines()) for script in scripts) <= 900
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         assert not re.search(r"\b(aims?|aimed|missed|met)\b", page.read_text(encoding="utf-8")), page.name
 
 
 def test_the_index_links_every_page_and_decision():
-    index = ROOT / "docs" / "README.md"
-    assert {file for file, _ in links(index)} >= {file.resolve() for file in (ROOT / "docs").rglob("*.md")} - {index}
+    index, decisions = ROOT / "docs" / "README.md", ROOT / "docs" / "decisions" / "README.md"
+    linked = {file for page in (index, decisions) for file, _ in links(page)}
+    assert linked >= {file.resolve() for file in (ROOT / "docs").rglob("*.md")} - {index}
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ class DataConfig(Config):
     SentencePiece's default model), `characters` (all that occur in the text), or a path: a tokenizer.json, a folder
     that holds one, or a folder with GPT-2's encoder.json and vocab.bpe."""
     vocab_size: int = 4096
-    """Vocabulary size of `bpe` and `unigram`, including the separator <|endoftext|>; ignored by other tokenizers."""
+    """Vocabulary size of `bpe` and `unigram`, including the separator `<|endoftext|>`; ignored by other tokenizers."""
     skip_bad_files: bool = False
     """Skip files that are not UTF-8 text and damaged tables, with a warning each, instead of stopping at the first."""
     pack: Literal["stream", "documents"] = "stream"

@@ -35,6 +35,7 @@ def load_images(path: str, *, labels: bool = False) -> dict[str, ImageSet]:
     """Read an image data set as `{"train": ..., "test": ...}`, in the order of its files.
 
     `path` is one of
+
     - a folder of MNIST's idx files, `train-images-idx3-ubyte` and so on, plain or packed as .gz, .xz or .bz2;
     - an .npz file (also packed as .npz.xz), or a folder with one, in Keras's layout (x_train, y_train, x_test, y_test)
       or with JPEG files joined in one array (blob, offset, label, n_train, classes);
