@@ -33,7 +33,7 @@ METHODS = {
     "subquad.evaluation.audit.Adapter": (
         "full", "step", "no_cache", "no_padding", "sizes", "vocab_size", "max_tokens", "passed",
     ),
-    "subquad.generation.BatchDecoder": ("add", "cancel", "step", "run"),
+    "subquad.generation.BatchDecoder": ("add", "add_samples", "cancel", "step", "run"),
     "subquad.generation.Generation": ("prefill", "read_all"),
     "subquad.generation.TextStream": ("push", "finish"),
     "subquad.training.TrainConfig": ("from_file", "to_file", "from_dict", "to_dict", "replace", "digest"),

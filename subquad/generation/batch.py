@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from subquad.config import check_at_least
 from subquad.generation.batch_state import BatchState, DynamicBatchState, StaticBatchState
+from subquad.generation.reading import Reading
 from subquad.generation.requests import Finished, Request, next_tokens
 from subquad.generation.sampling import SamplingConfig
 from subquad.generation.speculative import MakeDraft, SpeculativeBatchState
@@ -19,7 +20,7 @@ class BatchDecoder:
     """Decode many sequences together: a step reads one token of each, which costs little more than one sequence.
 
     A sequence joins when a slot is free and leaves when it ends. It gets the tokens that it would get with the other
-    slots empty; each sequence with a seed has its own random numbers. A prompt is read before its sequence joins,
+    slots empty; each sequence with a seed has its own random numbers. A prompt is read before its sequences join,
     `prefill_chunk` tokens a step, so that long prompts don't stall the others (`PerceiverAR` reads it in one piece).
     Shapes are static, so the step is recorded once (decision 0030; not with `record=False`), `compile=True` compiles it
     once and CUDA graphs can replay it. `PerceiverAR` has no static shapes: its steps call the model. `draft` makes what
@@ -102,49 +103,91 @@ class BatchDecoder:
         state: State | None = None,
         keep_state: bool = False,
         before: Sequence[int] = (),
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> Request:
-        """Queue a sequence that continues `prompt`, which follows the tokens already read into `state`.
+        """Queue a sequence that continues `prompt`; `add_samples` says how, and what it raises."""
+        (request,) = self.add_samples(
+            prompt,
+            [SamplingConfig() if sampling is None else sampling],
+            stop_tokens=stop_tokens,
+            state=state,
+            keep_state=keep_state,
+            before=before,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+        return request
 
-        A repetition penalty counts the tokens of the prompt and those of `before`, which the state has read.
+    def add_samples(
+        self,
+        prompt: Sequence[int],
+        samplings: Sequence[SamplingConfig],
+        /,
+        *,
+        stop_tokens: Collection[int] = (),
+        state: State | None = None,
+        keep_state: bool = False,
+        before: Sequence[int] = (),
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> list[Request]:
+        """Queue a sequence for each of `samplings` that continues `prompt`, which is read once for all of them.
+
+        The prompt follows the tokens already read into `state`. A repetition penalty counts the tokens of the prompt
+        and those of `before`, which the state has read. With `logprobs=k` a request records each token's
+        log-probability and the k likeliest ones of its place, with `prompt_logprobs=k` those of the prompt, also for
+        `max_tokens=0`. They are of the model's own distribution, before temperature, penalties, biases and filters.
+
         Raises `ValueError` for an empty prompt, a token outside the vocabulary, a state of another model, and for more
-        tokens than `max_context`, or the latents of a `PerceiverAR` with decode=frozen, allow.
+        tokens than `max_context`, the latents of a `PerceiverAR` with decode=frozen, or the vocabulary allow, and for
+        `prompt_logprobs` of a `PerceiverAR`.
         """
-        sampling = SamplingConfig() if sampling is None else sampling
         seen = 0
         if state is not None:
             self._model.check_state(state, 1)
             seen = int(state.seen)
-        request = Request(
-            self._model,
-            prompt,
-            sampling,
-            stop_tokens=stop_tokens,
-            state=state if sampling.max_tokens else None,
-            keep_state=keep_state,
-            owner=self,
-            before=before,
-        )
-        if keep_state and sampling.max_tokens == 0:
-            raise ValueError(
-                "keep_state needs a token to generate, got max_tokens=0; Generation.read_all reads a prompt"
+        reading = Reading(self._model, prompt, state, top=prompt_logprobs)
+        requests = []
+        for sampling in samplings:
+            self._check_room(seen, len(reading.unread), sampling.max_tokens, state)
+            if keep_state and sampling.max_tokens == 0:
+                raise ValueError(
+                    "keep_state needs a token to generate, got max_tokens=0; Generation.read_all reads a prompt"
+                )
+            request = Request(
+                self._model,
+                reading,
+                sampling,
+                stop_tokens=stop_tokens,
+                keep_state=keep_state,
+                owner=self,
+                before=before,
+                top=logprobs,
             )
-        total = seen + request.prompt_tokens + sampling.max_tokens
+            if prompt_logprobs is not None:
+                request.finished = None  # until the prompt is read, even if no token follows
+            if request.finished is not None:
+                request.reading = None
+            requests.append(request)
+        self._waiting.extend(request for request in requests if request.reading is not None)
+        return requests
+
+    def _check_room(self, seen: int, prompt: int, tokens: int, state: State | None) -> None:
+        """Raise `ValueError` if `tokens` don't fit after `seen` tokens of a state and `prompt` ones."""
+        total = seen + prompt + tokens
         if self.max_context is not None and total > self.max_context:
             read = f"{seen} tokens before, " if seen else ""
             raise ValueError(
                 f"a sequence may have {self.max_context} tokens ({self._limited_by}), but this one asks for {total}: "
-                f"{read}{request.prompt_tokens} of the prompt and max_tokens={sampling.max_tokens}"
+                f"{read}{prompt} of the prompt and max_tokens={tokens}"
             )
-        most = self._model.most_new_tokens(request.prompt_tokens, state)
-        if most is not None and sampling.max_tokens > most:
+        most = self._model.most_new_tokens(prompt, state)
+        if most is not None and tokens > most:
             raise ValueError(
-                f"decode=frozen has latents for {most} tokens after a prompt of {request.prompt_tokens}, got "
-                f"max_tokens={sampling.max_tokens}"
+                f"decode=frozen has latents for {most} tokens after a prompt of {prompt}, got max_tokens={tokens}"
             )
         self._model.warn_on_length(total)
-        if request.finished is None:
-            self._waiting.append(request)
-        return request
 
     def cancel(self, request: Request, /) -> None:
         """End a request now and free its slot (nothing if it has ended); `ValueError` for another decoder's request."""
@@ -175,17 +218,24 @@ class BatchDecoder:
         budget = self._prefill_chunk
         while self._waiting and self._free and budget > 0:
             request = self._waiting[0]
+            reading = request.reading
+            assert reading is not None
             try:
-                budget -= request.read_prompt(budget)
+                budget -= reading.read(budget)
             except (ValueError, ArithmeticError, RuntimeError) as error:  # out of memory for a long prompt, say
-                self._end(request, "error", error)
+                for other in [other for other in self._waiting if other.reading is reading]:
+                    self._end(other, "error", error)
                 continue
-            if len(request.unread) == 1:
-                self._waiting.popleft()
-                request.slot = self._free.pop()
-                self._running[request.slot] = request
-                self._batch_state.insert(request.slot, request.state)
-                request.state = None
+            if not reading.done:
+                continue
+            if request.max_tokens == 0:
+                self._end(request, "length")
+                continue
+            self._waiting.popleft()
+            request.slot = self._free.pop()
+            self._running[request.slot] = request
+            self._batch_state.insert(request.slot, reading.state)
+            request.reading = None
 
     def _end(self, request: Request, how: Finished, error: Exception | None = None) -> None:
         request.finished, request.error = how, error
@@ -193,7 +243,7 @@ class BatchDecoder:
             self._leave(request)
             return
         self._waiting.remove(request)
-        request.state = None
+        request.reading = None
 
     def _leave(self, request: Request) -> None:
         """Free the slot of a request that has ended."""
@@ -225,11 +275,11 @@ def generate_batch(
     check_at_least(1, samples=samples)
     sampling = SamplingConfig() if sampling is None else sampling
     decoder = BatchDecoder(model, slots=slots, max_context=max_context, prefill_chunk=sampling.prefill_chunk)
+    seed = sampling.seed
+    samplings = [sampling if seed is None else sampling.replace(seed=seed + j) for j in range(samples)]
     requests = []
     for prompt in prompts:
-        for j in range(samples):
-            own = sampling if sampling.seed is None else sampling.replace(seed=sampling.seed + j)
-            requests.append(decoder.add(prompt, own, stop_tokens=stop_tokens))
+        requests += decoder.add_samples(prompt, samplings, stop_tokens=stop_tokens)
     decoder.run()
     return requests
 

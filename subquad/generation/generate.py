@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 
 from subquad.generation.batch_state import BatchState, DynamicBatchState, StaticBatchState, as_tensor
+from subquad.generation.reading import Reading
 from subquad.generation.requests import Request, next_tokens
 from subquad.generation.sampling import SamplingConfig
 from subquad.generation.speculative import MakeDraft, SpeculativeBatchState
@@ -96,7 +97,8 @@ class Generation(Iterator[int]):
         draft: MakeDraft | None = None,
     ) -> None:
         self._model, self._sampling, self._record, self._draft = model, sampling, record, draft
-        self._request = Request(model, prompt, sampling, stop_tokens=stop_tokens, state=state)
+        self._reading = Reading(model, prompt, state)
+        self._request = Request(model, self._reading, sampling, stop_tokens=stop_tokens)
         self._batch_state: BatchState | None = None
         self._guessing: SpeculativeBatchState | None = None
         self._made: deque[int] = deque()
@@ -107,7 +109,7 @@ class Generation(Iterator[int]):
         """State after all tokens that the model has read, but those that have not been returned."""
         if self._guessing is not None:
             return self._guessing.state_of(0, without=len(self._made))
-        return self._request.state if self._batch_state is None else self._batch_state.state_of(0)
+        return self._reading.state if self._batch_state is None else self._batch_state.state_of(0)
 
     @property
     def guesses(self) -> tuple[int, int]:
@@ -117,7 +119,7 @@ class Generation(Iterator[int]):
     def prefill(self) -> None:
         """Read all but the last token of the prompt, in chunks; the first token does this too."""
         with inference(self._model):
-            while self._batch_state is None and self._request.read_prompt(self._sampling.prefill_chunk):
+            while self._batch_state is None and self._reading.read(self._sampling.prefill_chunk):
                 pass
 
     def read_all(self) -> State:
@@ -133,7 +135,7 @@ class Generation(Iterator[int]):
             with inference(self._model):
                 state = self._model.read(as_tensor(self._model, unread), state)
         self._made.clear()
-        request.unread, request.state, self._batch_state, self._guessing = [], state, None, None
+        request.unread, self._reading.state, self._batch_state, self._guessing = [], state, None, None
         request.finished = request.finished or "cancelled"
         assert state is not None
         return state
@@ -154,7 +156,7 @@ class Generation(Iterator[int]):
 
     def _begin(self) -> BatchState:
         """Return the state of a batch of one slot, which holds the state after the prompt."""
-        model, state, tokens = self._model, self._request.state, self._sampling.max_tokens
+        model, state, tokens = self._model, self._reading.state, self._sampling.max_tokens
         if state is not None:
             model.check_state(state, 1)
         if self._draft is not None:
@@ -175,5 +177,5 @@ class Generation(Iterator[int]):
         else:
             batch_state = StaticBatchState(model, 1, 1) if why is None else DynamicBatchState(model, 1)
         batch_state.insert(0, state)
-        self._request.state = None
+        self._reading.state = None
         return batch_state

@@ -5,14 +5,15 @@ Shape letters: B rows, V vocabulary.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
-from subquad.generation.batch_state import BatchState, as_tensor
+from subquad.generation.batch_state import BatchState
+from subquad.generation.logprobs import TokenLogprob, check_top, logprobs_of
+from subquad.generation.reading import Reading
 from subquad.generation.sampling import Sampler, SamplingConfig
 from subquad.models import Decoder
 from subquad.state import State
@@ -35,32 +36,37 @@ class Continuation:
 class Request(Continuation):
     """A sequence of a `Generation` or, made by `add`, of a `BatchDecoder`; each step adds to `tokens`.
 
-    `error` is the exception that ended it, if one did. With `keep_state`, `state` is at the end the state after the
-    prompt and all generated tokens but the last. `state_bytes` is the size of its state at the last token. Raises
-    `ValueError` or `TypeError` for a prompt that is empty or holds an invalid token.
+    It continues the prompt of `reading`, which other requests may share. `error` is the exception that ended it, if one
+    did. With `keep_state`, `state` is at the end the state after the prompt and all generated tokens but the last.
+    `state_bytes` is the size of its state at the last token. With `top`, `logprobs` has an entry for each of `tokens`,
+    with the `top` likeliest ones in its place; `prompt_logprobs` are those of the prompt, as `Reading` says. Raises
+    `ValueError` for a `top` beyond the vocabulary.
     """
 
     def __init__(
         self,
         model: Decoder,
-        prompt: Sequence[int],
+        reading: Reading,
         sampling: SamplingConfig,
         *,
         stop_tokens: Collection[int] = (),
-        state: State | None = None,
         keep_state: bool = False,
         owner: object = None,
         before: Sequence[int] = (),
+        top: int | None = None,
     ) -> None:
         super().__init__([], None if sampling.max_tokens else "length")
+        check_top(top, model.config.vocab_size, "logprobs")
         self.error: Exception | None = None
-        self.state = state
+        self.state: State | None = None
         self.state_bytes = 0
-        self._model = model
-        self.unread = checked_prompt(prompt, model.config.vocab_size)
-        self.prompt_tokens = len(self.unread)
+        self.reading: Reading | None = reading
+        self.unread = reading.unread[-1:]
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs = reading.logprobs
+        self._top = top
         self._sampling = sampling
-        self.text = [*before, *self.unread]
+        self.text = [*before, *reading.unread]
         """The tokens before, as far as they are known, the prompt's, and those that were generated."""
         self._choose = Sampler(sampling, model.config.vocab_size, self.text, stop_tokens=stop_tokens)
         self._stop_tokens = frozenset(stop_tokens)
@@ -68,18 +74,10 @@ class Request(Continuation):
         self.owner = owner
         self.slot: int | None = None
 
-    def read_prompt(self, chunk: int) -> int:
-        """Read up to `chunk` tokens of the prompt, but never its last one; return how many were read.
-
-        A model that predicts for its last tokens alone (`PerceiverAR`) reads the prompt in one piece: latents at the
-        end of a piece would become history of the next one.
-        """
-        left = len(self.unread) - 1
-        count = left if self._model.predicts_last is not None else min(chunk, left)
-        if count:
-            self.state = self._model.read(as_tensor(self._model, self.unread[:count]), self.state)
-            del self.unread[:count]
-        return count
+    @property
+    def max_tokens(self) -> int:
+        """Return the most tokens to generate."""
+        return self._sampling.max_tokens
 
     def choose(self, guesses: list[int], logits_KV: Tensor, likeliest: list[int], finite: list[bool]) -> list[int]:
         """Add the token after the last one, and one after each guess that was right; return them.
@@ -96,6 +94,8 @@ class Request(Continuation):
                 except ValueError as error:
                     self.finished, self.error = "error", error
                     break
+            if self._top is not None:
+                self.logprobs += logprobs_of(logits_KV[k, None], [token], self._top)
             self._add(token)
             chosen.append(token)
             if self.finished is not None or guesses[k : k + 1] != [token]:
@@ -138,18 +138,3 @@ def next_tokens(batch_state: BatchState, slots: int, running: Mapping[int, Reque
     for slot, request in running.items():
         request.state_bytes = batch_state.bytes_of(slot)
     return made
-
-
-def checked_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
-    """Return the prompt as a list. Raises `ValueError` or `TypeError` if it is empty or holds an invalid token."""
-    if not len(prompt):
-        raise ValueError("the prompt must hold at least one token, got none")
-    tokens = []
-    for token in prompt:
-        try:
-            tokens.append(operator.index(token))
-        except TypeError as error:
-            raise TypeError(f"the prompt's tokens must be whole numbers, got {token!r}") from error
-        if not 0 <= tokens[-1] < vocab_size:
-            raise ValueError(f"the prompt's tokens must be between 0 and {vocab_size - 1}, got {token}")
-    return tokens

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-_BROKEN = "\ufffd"
+BROKEN = "\ufffd"
 """A decoder's replacement for bytes that are not UTF-8, and so for the first bytes of a character."""
 _CONTEXT = 8
 
@@ -22,6 +22,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
+        self.length = 0
+        """Characters of the tokens so far, with those that are held back for a stop string."""
         self._stops = StopStrings(stops)
         self._tokens = [int(token) for token in context[-_CONTEXT:]]
         text = self._decode()
@@ -41,6 +43,7 @@ class TextStream:
         complete = self._complete(text)
         new = complete[self._shown :]
         self._shown = max(self._shown, len(complete))
+        self.length += len(new)
         if complete == text:
             self._forget()
         return self._stops.push(new)
@@ -56,7 +59,7 @@ class TextStream:
 
     @staticmethod
     def _complete(text: str) -> str:
-        return text.rstrip(_BROKEN)  # a tokenizer with byte fallback writes one for each byte
+        return text.rstrip(BROKEN)  # a tokenizer with byte fallback writes one for each byte
 
     def _forget(self) -> None:
         """Keep only the tokens since the last boundary as context, so that work per token stays constant."""

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.resources import files
 from types import FrameType
 from typing import Any, NamedTuple
@@ -24,18 +25,20 @@ from subquad.data.special_tokens import special_ids
 from subquad.data.tokenizers import vocab_size
 from subquad.generation import BatchDecoder, SamplingConfig, TextStream
 from subquad.generation.speculative import MakeDraft
-from subquad.serving import schemas
+from subquad.serving import answers
+from subquad.serving.answers import error_replies
 from subquad.serving.config import ServeConfig
 from subquad.serving.engine import Engine, Job
 from subquad.serving.gate import GONE, APIError, Body, Count, Key, add_handlers, json_response, needs_key
+from subquad.serving.logprobs import Echo, chat_logprobs, completion_logprobs, echo_of
 from subquad.serving.metrics import CONTENT_TYPE, Metrics
-from subquad.serving.replies import Kind, Reply
+from subquad.serving.replies import Choice, Reply
 from subquad.serving.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Message,
     TokenizeRequest,
-    error_replies,
     shortened,
 )
 from subquad.serving.texts import Texts
@@ -45,6 +48,7 @@ REFUSALS = error_replies(400, 401, 404, 408, 413, 429, 500, 503)
 Responses = dict[int | str, dict[str, Any]]
 COMPLETION_TOKENS = 16
 """Default `max_tokens` of a completion, the same as OpenAI's."""
+WRITERS = {"completion": completion_logprobs, "chat": chat_logprobs}
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -119,7 +123,12 @@ class Routes:
         self._check_model(body.model)
         self._engine.check()
         prompts = [await self._encoded(prompt, "prompt") for prompt in body.prompts]
-        return await self._answer(request, body, "completion", prompts, body.stops, body.max_tokens, COMPLETION_TOKENS)
+        echoes: list[Echo] | None = None
+        if body.echo:
+            sent: Sequence[str | list[int]] = body.prompts
+            pairs = zip(sent, prompts, strict=True)
+            echoes = [await asyncio.to_thread(echo_of, self._texts, *pair) for pair in pairs]
+        return await self._answer(request, body, prompts, body.stops, COMPLETION_TOKENS, echoes)
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Answer a chat. Without a chat template, the prompt is `role: content` lines, then `assistant:`."""
@@ -128,7 +137,7 @@ class Routes:
         text, stops = await self._chat(body.messages)
         prompts = [await self._encoded(text, "messages")]
         stops = [*body.stops, *stops]
-        return await self._answer(request, body, "chat", prompts, stops, body.limit, self._config.max_tokens)
+        return await self._answer(request, body, prompts, stops, self._config.max_tokens)
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
         """Return the tokens of a prompt or a chat, as vLLM's server does."""
@@ -150,7 +159,7 @@ class Routes:
         text = await asyncio.to_thread(self._texts.tokenizer.decode, body.tokens, skip_special_tokens=False)
         return json_response({"prompt": text})
 
-    async def _chat(self, messages: Sequence[schemas.Message]) -> tuple[str, list[str]]:
+    async def _chat(self, messages: Sequence[Message]) -> tuple[str, list[str]]:
         """Return a chat's prompt and stop strings, or 400 if the model's template refuses it."""
         try:
             return await asyncio.to_thread(self._texts.chat, [{"role": m.role, "content": m.text} for m in messages])
@@ -182,33 +191,74 @@ class Routes:
         self,
         request: Request,
         body: CompletionRequest | ChatRequest,
-        kind: Kind,
         prompts: Sequence[list[int]],
         stops: Sequence[str],
-        asked: int | None,
         usual: int,
+        echoes: Sequence[Echo] | None = None,
     ) -> Response:
-        """Decode each prompt `n` times and answer as a whole or in a stream."""
-        count = body.n or 1
-        if count * len(prompts) > self._config.max_requests:
-            message = f"{len(prompts)} prompts times n={count} exceed the {self._config.max_requests} sequences "
-            raise APIError(400, message + "that the server takes at once", param="n")
-        sequences = []
-        for number in range(count * len(prompts)):
-            prompt = prompts[number // count]
-            sequences.append((prompt, self._sampling(body, number, self._tokens(len(prompt), asked, usual))))
+        """Decode each prompt `n` (or `best_of`) times and answer as a whole or in a stream, after `echoes`, if any."""
+        n, samples, (_, top) = body.n or 1, body.samples, body.top
+        if samples * len(prompts) > self._config.max_requests:
+            name = "n" if samples == n else "best_of"
+            message = f"{len(prompts)} prompts times {name}={samples} exceed the {self._config.max_requests} sequences "
+            raise APIError(400, message + "that the server takes at once", param=name)
+        tokens = [self._tokens(len(prompt), body.limit, usual) for prompt in prompts]
+        self._check_logprobs(body, samples * sum(tokens) + (0 if echoes is None else n * sum(map(len, prompts))))
+        sequences = [
+            (prompt, [self._sampling(body, place * samples + j, tokens[place]) for j in range(samples)])
+            for place, prompt in enumerate(prompts)
+        ]
         try:
-            job = await self._engine.submit(sequences, stop_tokens=self._stop_tokens(body, stops))
+            job = await self._engine.submit(
+                sequences,
+                stop_tokens=self._stop_tokens(body, stops),
+                logprobs=0 if top is None and samples > n else top,  # the best are found by them
+                prompt_logprobs=None if echoes is None else top,
+            )
         except ValueError as error:
             raise APIError(400, str(error)) from error
-        streams = [TextStream(self._texts.tokenizer, prompt, stops) for prompt, _ in sequences]
-        reply = Reply(self._engine, job, kind, self._served.name, streams, sum(map(len, prompts)))
+        write = None if top is None else partial(WRITERS[body.kind], self._texts)
+        choices = self._choices(prompts, samples, stops, echoes)
+        reply = Reply(
+            self._engine, job, body.kind, self._served.name, choices, sum(map(len, prompts)), n=n, write=write
+        )
         if body.stream:
             return EventStream(self._engine, job, reply.stream(body.options))
         try:
             return json_response(await _unless_gone(request, reply.whole()))
         finally:
             self._engine.close(job)
+
+    def _choices(
+        self, prompts: Sequence[list[int]], samples: int, stops: Sequence[str], echoes: Sequence[Echo] | None
+    ) -> list[list[Choice]]:
+        """Return the choices of each prompt, before their first tokens."""
+        return [
+            [
+                Choice(
+                    place * samples + j,
+                    TextStream(self._texts.tokenizer, prompt, stops),
+                    None if echoes is None else echoes[place],
+                )
+                for j in range(samples)
+            ]
+            for place, prompt in enumerate(prompts)
+        ]
+
+    def _check_logprobs(self, body: CompletionRequest | ChatRequest, tokens: int) -> None:
+        """Refuse more likely tokens than there are, and more log-probabilities than an answer of `tokens` may have."""
+        (name, top), most = body.top, self._config.max_logprobs
+        if top is None:
+            return
+        if top > self._tokens_known:
+            message = f"{name} must be at most {self._tokens_known}, the number of the model's tokens, got {top}"
+            raise APIError(400, message, param=name)
+        if tokens * (1 + top) > most:
+            message = (
+                f"{name}={top} for up to {tokens} tokens are {tokens * (1 + top)} log-probabilities, and an answer may "
+                f"have {most}; ask for fewer, for fewer tokens or for fewer answers at once"
+            )
+            raise APIError(400, message, param=name)
 
     def _tokens(self, prompt: int, asked: int | None, usual: int) -> int:
         """Return the tokens to generate: `asked`, or else `usual`, clamped to the model's context."""
@@ -314,27 +364,27 @@ def make_app(
 def _add_routes(app: FastAPI, routes: Routes) -> None:
     closed = error_replies(401)
     app.add_api_route("/", routes.page, response_class=HTMLResponse)
-    app.add_api_route("/health", routes.health, responses={200: {"model": schemas.Health}, **error_replies(503)})
+    app.add_api_route("/health", routes.health, responses={200: {"model": answers.Health}, **error_replies(503)})
     # For load balancers. Separate routes, because each operation in the OpenAPI document needs its own name.
     down: Responses = {503: {"description": "The server is stopping, or its decoder has failed."}}
     app.add_api_route("/", routes.page, methods=["HEAD"], response_class=Response)
     app.add_api_route("/health", routes.health, methods=["HEAD"], response_class=Response, responses=down)
     text: Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
     app.add_api_route("/metrics", routes.metrics, response_class=Response, responses={**text, **closed})
-    app.add_api_route("/v1/models", routes.models, responses={200: {"model": schemas.ModelList}, **closed})
-    one: Responses = {200: {"model": schemas.Model}, **closed, **error_replies(404)}
+    app.add_api_route("/v1/models", routes.models, responses={200: {"model": answers.ModelList}, **closed})
+    one: Responses = {200: {"model": answers.Model}, **closed, **error_replies(404)}
     app.add_api_route("/v1/models/{model:path}", routes.model, responses=one)
     events = {"content": {"text/event-stream": {}}, "description": "The answer; with `stream`, in pieces."}
     for path, route, answer in (
-        ("/v1/completions", routes.completions, schemas.Completion),
-        ("/v1/chat/completions", routes.chat, schemas.ChatCompletion),
+        ("/v1/completions", routes.completions, answers.Completion),
+        ("/v1/chat/completions", routes.chat, answers.ChatCompletion),
     ):
         app.add_api_route(path, route, methods=["POST"], responses={200: {"model": answer, **events}, **REFUSALS})
     app.add_api_route(
-        "/tokenize", routes.tokenize, methods=["POST"], responses={200: {"model": schemas.Tokenized}, **REFUSALS}
+        "/tokenize", routes.tokenize, methods=["POST"], responses={200: {"model": answers.Tokenized}, **REFUSALS}
     )
     app.add_api_route(
-        "/detokenize", routes.detokenize, methods=["POST"], responses={200: {"model": schemas.Detokenized}, **REFUSALS}
+        "/detokenize", routes.detokenize, methods=["POST"], responses={200: {"model": answers.Detokenized}, **REFUSALS}
     )
 
 

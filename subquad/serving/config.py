@@ -21,6 +21,8 @@ class ServeConfig(Config):
     """Most seconds from a request's arrival to its end; its sequences then end as if they had reached max_tokens."""
     max_requests: int = 128
     """Most sequences that run or wait, over all requests; beyond it, clients get 429 and retry later."""
+    max_logprobs: int = 1 << 18
+    """Most log-probabilities of an answer: of each of its tokens, and of the likeliest ones in its place."""
     max_body: int = 1 << 22
     """Most bytes of a request's body."""
     prefill_chunk: int = 512
@@ -35,6 +37,7 @@ class ServeConfig(Config):
 
     def __post_init__(self) -> None:
         self.check_least(slots=1, max_prompt=1, max_tokens=1, max_requests=1, max_body=1, prefill_chunk=1)
+        self.check_least(max_logprobs=0)
         for name in ("max_seconds", "client_seconds"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")

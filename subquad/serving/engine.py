@@ -11,13 +11,16 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 from subquad.generation.batch import BatchDecoder, Request
+from subquad.generation.logprobs import TokenLogprob
 from subquad.generation.sampling import SamplingConfig
 from subquad.serving.config import ServeConfig
 from subquad.serving.metrics import Load, Metrics
@@ -38,7 +41,8 @@ class DownError(Exception):
 class Event:
     """A token of the sequence `index`, its end, or both; `limit` says which limit ended it with "length".
 
-    `state_bytes` is the state's size at the token; `seconds` is the event's time by `perf_counter`.
+    `state_bytes` is the state's size at the token; `seconds` is the event's time by `perf_counter`. If they were asked
+    for, `logprob` is the token's, and `prompt_logprobs` are those of the prompt from its second token on.
     """
 
     index: int
@@ -48,16 +52,25 @@ class Event:
     end: Literal["stop", "length", "error"] | None = None
     limit: Limit | None = None
     error: Exception | None = None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: Sequence[TokenLogprob] = ()
+
+
+Prompts = Sequence[tuple[Sequence[int], Sequence[SamplingConfig]]]
+"""Prompts, each with the sampling of each of its sequences."""
 
 
 class Job:
-    """The sequences of one request; `events` receives their tokens and ends."""
+    """The sequences of one request, numbered in the order of `prompts`; `events` receives their tokens and ends.
 
-    def __init__(self, prompts: Sequence[tuple[Sequence[int], SamplingConfig]], stop_tokens: Collection[int]) -> None:
+    `options` are those of `BatchDecoder.add_samples`.
+    """
+
+    def __init__(self, prompts: Prompts, options: Mapping[str, Any]) -> None:
         self.prompts = prompts
-        self.stop_tokens = stop_tokens
+        self.options = options
         self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self.open = set(range(len(prompts)))
+        self.open = set(range(sum(len(samplings) for _, samplings in prompts)))
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.begin = time.perf_counter()
         self.last: dict[int, float] = {}
@@ -128,19 +141,17 @@ class Engine:
         if self._stopping:
             raise DownError("the server is stopping")
 
-    async def submit(
-        self, prompts: Sequence[tuple[Sequence[int], SamplingConfig]], *, stop_tokens: Collection[int] = ()
-    ) -> Job:
+    async def submit(self, prompts: Prompts, /, **options: Any) -> Job:
         """Start decoding; the caller must `close` the job at the end, whatever happens.
 
-        Raises `BusyError` above `max_requests`, `DownError` if the server is stopping or has failed, and the errors of
-        `BatchDecoder.add` (`ValueError` for a prompt that the model can't take).
+        A prompt is read once for all its sequences; `options` are those of `BatchDecoder.add_samples`. Raises
+        `BusyError` above `max_requests`, `DownError` if the server is stopping or has failed, and the errors of
+        `BatchDecoder.add_samples` (`ValueError` for a prompt that the model can't take).
         """
         self.check()
-        most = self._config.max_requests
-        if self.sequences + len(prompts) > most:
+        most, job = self._config.max_requests, Job(prompts, options)
+        if self.sequences + len(job.open) > most:
             raise BusyError(f"{self.sequences} of at most {most} sequences run or wait; try again later")
-        job = Job(prompts, stop_tokens)
         self._jobs.add(job)
         job.timer = asyncio.get_running_loop().call_later(self._config.max_seconds, self._end, job, "seconds")
         self._commands.put(lambda: self._thread_add(job))
@@ -252,8 +263,11 @@ class Engine:
 
     def _thread_add(self, job: Job) -> None:
         try:
-            for index, (prompt, sampling) in enumerate(job.prompts):
-                self._requests[job, index] = self._decoder.add(prompt, sampling, stop_tokens=job.stop_tokens)
+            index = 0
+            for prompt, samplings in job.prompts:
+                for request in self._decoder.add_samples(prompt, samplings, **job.options):
+                    self._requests[job, index] = request
+                    index += 1
         except Exception as error:  # concerns this job alone, which `submit` closes; the others continue
             self._thread_tell(self._refuse, job, error)
         else:
@@ -279,8 +293,16 @@ class Engine:
             if end == "cancelled":
                 continue
             limit: Limit | None = "tokens" if end == "length" else None
-            *others, last = tokens or [None]
-            events += [(job, Event(index, token, request.state_bytes, now)) for token in others]
-            events.append((job, Event(index, last, request.state_bytes, now, end, limit, request.error)))
+            logprobs = request.logprobs[len(request.tokens) - len(tokens) :]
+            event = partial(
+                Event,
+                index,
+                state_bytes=request.state_bytes,
+                seconds=now,
+                prompt_logprobs=request.prompt_logprobs,
+            )
+            *others, (last, logprob) = zip_longest(tokens or [None], logprobs)
+            events += [(job, event(token, logprob=logprob)) for token, logprob in others]
+            events.append((job, event(last, end=end, limit=limit, error=request.error, logprob=logprob)))
         if events:
             self._thread_tell(self._deliver, events)

@@ -1,4 +1,4 @@
-"""Bodies of requests and answers, and messages for invalid requests.
+"""Bodies of requests, and messages for invalid ones.
 
 OpenAI's fields that are not supported are accepted with values that ask for nothing, and refused otherwise.
 
@@ -17,6 +17,8 @@ from pydantic_core import PydanticCustomError
 
 from subquad.config import suggest
 
+Kind = Literal["completion", "chat"]
+"""What a request asks for."""
 REFUSED = "refused_field"
 """Error type for unknown and unsupported fields."""
 ECHOED = 100
@@ -91,12 +93,12 @@ class _Request(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "logprobs": (None, False),
         "metadata": (None, {}),
         "service_tier": (None, "auto", "default"),
         "store": (None, False),
     }
     """OpenAI's fields that are not supported, with the values of each that ask for nothing."""
+    kind: ClassVar[Kind]
 
     model: str | None = Field(None, description="The served model; optional.")
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = Field(None, description="0 takes the likeliest token.")
@@ -142,7 +144,7 @@ class _Request(BaseModel):
                 key = shortened(key)
                 _refuse(key, f"unknown field {key!r}; {suggest(key, cls.model_fields)}")
             elif not any(type(value) is type(plain) and value == plain for plain in cls.unsupported[key]):
-                _refuse(key, f"{key} is not supported by this server; leave it out")
+                _refuse(key, f"{key} is not supported in a {cls.kind}, got {shortened(repr(value))}; leave it out")
         return left
 
     @model_validator(mode="after")
@@ -167,17 +169,52 @@ class CompletionRequest(_Request):
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **_Request.unsupported,
-        "logprobs": (None,),  # 0 would ask for the log-probabilities of the chosen tokens
-        "best_of": (None, 1),
-        "echo": (None, False),
         "suffix": (None, ""),
     }
+    kind: ClassVar[Kind] = "completion"
+    max_tokens: Annotated[Whole, Field(ge=0)] | None = Field(None, description="0 needs echo.")
+    logprobs: Annotated[Whole, Field(ge=0)] | None = Field(
+        None, description="Log-probability of each token, and so many likeliest ones in its place."
+    )
+    echo: Flag | None = Field(None, description="Begin the answer with the prompt.")
+    best_of: Annotated[Whole, Field(ge=1, le=128)] | None = Field(
+        None, description="Generate so many answers for each prompt, and return the n likeliest ones per token."
+    )
     prompt: (
         Filled
         | Annotated[list[Filled], Field(min_length=1, max_length=128, fail_fast=True)]
         | Tokens
         | Annotated[list[Tokens], Field(min_length=1, max_length=128, fail_fast=True)]
     )
+
+    @model_validator(mode="after")
+    def _what_fits_together(self) -> CompletionRequest:
+        n, best_of = self.n or 1, self.best_of
+        if best_of is not None and best_of < n:
+            _refuse("best_of", f"best_of must be at least n={n}, got {best_of}")
+        if best_of is not None and best_of > n and self.stream:
+            rule = f"best_of={best_of} cannot be streamed with n={n}: which answers are best is known at their end"
+            _refuse("best_of", f"{rule}; leave out stream or best_of")
+        if self.max_tokens == 0 and not self.echo:
+            _refuse(
+                "max_tokens", "max_tokens must be at least 1, or 0 with echo, which returns the prompt alone; got 0"
+            )
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """Return the requested tokens."""
+        return self.max_tokens
+
+    @property
+    def samples(self) -> int:
+        """Return the answers to generate for each prompt."""
+        return self.best_of or self.n or 1
+
+    @property
+    def top(self) -> tuple[str, int | None]:
+        """Return the likeliest tokens to report (None: no log-probabilities), after the name of their field."""
+        return "logprobs", self.logprobs
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -213,6 +250,8 @@ class ChatRequest(_Request):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **_Request.unsupported,
         "audio": (None,),
+        "best_of": (None, 1),
+        "echo": (None, False),
         "function_call": (None, "none"),
         "functions": (None, []),
         "modalities": (None, ["text"]),
@@ -222,9 +261,13 @@ class ChatRequest(_Request):
         "response_format": (None, {"type": "text"}),
         "tool_choice": (None, "none", "auto"),
         "tools": (None, []),
-        "top_logprobs": (None, 0),
         "web_search_options": (None,),
     }
+    kind: ClassVar[Kind] = "chat"
+    logprobs: Flag | None = Field(None, description="Return the log-probability of each token.")
+    top_logprobs: Annotated[Whole, Field(ge=0)] | None = Field(
+        None, description="Also return those of so many likeliest tokens in its place."
+    )
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = Field(
         None, description="Another name for max_tokens."
@@ -235,6 +278,22 @@ class ChatRequest(_Request):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             _refuse("max_tokens", "max_tokens and max_completion_tokens are the same limit; give only one")
         return self
+
+    @model_validator(mode="after")
+    def _top_needs_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            _refuse("top_logprobs", f"top_logprobs={self.top_logprobs} needs logprobs: true")
+        return self
+
+    @property
+    def samples(self) -> int:
+        """Return the answers to generate."""
+        return self.n or 1
+
+    @property
+    def top(self) -> tuple[str, int | None]:
+        """Return the likeliest tokens to report (None: no log-probabilities), after the name of their field."""
+        return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def limit(self) -> int | None:
@@ -286,147 +345,6 @@ def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
         return f"{where} is missing", param
     if kind == "extra_forbidden":
         return f"unknown field {where!r}", param
-    return f"{where} {error['msg'].removeprefix('Input ')}", param
-
-
-class _Answer(BaseModel):
-    """A part of an answer. Only the OpenAPI document uses these classes: answers are made as plain JSON."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class Stats(_Answer):
-    """Extension: what ended an answer, its size and speed."""
-
-    ended_by: Literal["stop_token", "stop_string", "tokens", "seconds", "shutdown"] | None
-    tokens: int
-    state_bytes: int
-    tokens_per_s: float | None
-
-
-class Usage(_Answer):
-    """Tokens of all prompts, each counted once, and of all answers."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class CompletionChoice(_Answer):
-    """One answer."""
-
-    index: int
-    text: str
-    logprobs: None
-    finish_reason: Literal["stop", "length"]
-    subquad: Stats
-
-
-class Completion(_Answer):
-    """The answer of `POST /v1/completions` without `stream`."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
-
-
-class ChatMessage(_Answer):
-    """The model's turn."""
-
-    role: Literal["assistant"]
-    content: str
-
-
-class ChatChoice(_Answer):
-    """One answer."""
-
-    index: int
-    message: ChatMessage
-    logprobs: None
-    finish_reason: Literal["stop", "length"]
-    subquad: Stats
-
-
-class ChatCompletion(_Answer):
-    """The answer of `POST /v1/chat/completions` without `stream`."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class Tokenized(_Answer):
-    """The answer of `POST /tokenize`."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class Detokenized(_Answer):
-    """The answer of `POST /detokenize`."""
-
-    prompt: str
-
-
-class ModelFacts(_Answer):
-    """Extension: facts of the model, and limits of the server."""
-
-    attention: str
-    parameters: int
-    max_prompt: int
-    max_tokens: int
-    slots: int
-    chat_template: bool
-
-
-class Model(_Answer):
-    """The served model."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    subquad: ModelFacts
-
-
-class ModelList(_Answer):
-    """The answer of `GET /v1/models`."""
-
-    object: Literal["list"]
-    data: list[Model]
-
-
-class Health(_Answer):
-    """The answer of `GET /health` if all is well."""
-
-    status: Literal["ok"]
-    version: str
-    model: str
-
-
-class ErrorFacts(_Answer):
-    """What is wrong with a request."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class ErrorReply(_Answer):
-    """Every answer that is not a success."""
-
-    error: ErrorFacts
-
-
-def error_replies(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI description of error answers with these statuses."""
-    return {status: {"model": ErrorReply} for status in statuses}
+    rule, value = error["msg"].removeprefix("Input "), error.get("input")
+    got = f", got {shortened(repr(value))}" if isinstance(value, str | int | float) else ""
+    return f"{where} {rule}{got}", param

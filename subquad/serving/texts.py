@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -9,7 +10,8 @@ from typing import Any, NamedTuple, Self
 from tokenizers import Tokenizer
 
 from subquad.data.special_tokens import CONFIG, read_special_tokens
-from subquad.data.tokenizers import encode_prompt, encode_text
+from subquad.data.tokenizers import bytes_tokenizer, encode_prompt, encode_text
+from subquad.generation.stream import BROKEN
 from subquad.parsing import read_json_mapping, read_text
 from subquad.training.runs import LoadedRun
 
@@ -18,6 +20,20 @@ PLAIN_STOP = "\nuser:"
 
 LONG = 16
 """Characters that a token may stand for in any vocabulary, such as a whole unknown word."""
+
+BYTES = bytes_tokenizer().get_vocab()
+"""Bytes by the characters that byte-level models spell them with."""
+
+
+class TokenText(NamedTuple):
+    """The text of a token, and its bytes.
+
+    Bytes that are not UTF-8 have a text like `bytes:\\xe2\\x82`, as in OpenAI's API; a token without a text has
+    `token_id:7` and no bytes.
+    """
+
+    text: str
+    utf8: bytes | None
 
 
 class Template(NamedTuple):
@@ -37,6 +53,7 @@ class Texts:
     def __init__(
         self, tokenizer: Tokenizer, template: Template | None = None, end_tokens: frozenset[int] = frozenset()
     ) -> None:
+        self._tokens: dict[int, TokenText] = {}
         self.tokenizer, self.template, self.end_tokens = tokenizer, template, end_tokens
         self.longest = max(LONG, *map(len, tokenizer.get_vocab()))
         """Characters of a text for each of its tokens, at most: texts that can't fit are refused unread."""
@@ -52,6 +69,30 @@ class Texts:
         if not tokens:
             raise ValueError("the prompt must hold at least one token, got an empty text")
         return tokens
+
+    def token(self, token: int) -> TokenText:
+        """Return the text that a token adds inside a text, special tokens included."""
+        found = self._tokens.get(token)
+        if found is None:
+            found = self._tokens[token] = self._token(token)
+        return found
+
+    def _token(self, token: int) -> TokenText:
+        spelled = self.tokenizer.id_to_token(token)
+        if spelled is None:
+            return TokenText(f"token_id:{token}", None)
+        # Many tokenizers drop a blank before the first token, so the second of two is looked at.
+        once, twice = (self.tokenizer.decode([token] * count, skip_special_tokens=False) for count in (1, 2))
+        text = twice.removeprefix(once)
+        if BROKEN not in text or BROKEN in spelled:
+            return TokenText(text, text.encode())
+        if fallback := re.fullmatch("<0x([0-9A-Fa-f]{2})>", spelled):
+            utf8 = bytes.fromhex(fallback[1])
+        elif all(character in BYTES for character in spelled):
+            utf8 = bytes(BYTES[character] for character in spelled)
+        else:
+            return TokenText(spelled, None)
+        return TokenText("bytes:" + "".join(f"\\x{byte:02x}" for byte in utf8), utf8)
 
     def chat(self, messages: Sequence[dict[str, str]]) -> tuple[str, list[str]]:
         """Return a chat's prompt and its format's stop strings; `ValueError` with a refusing template's message."""

@@ -21,7 +21,7 @@ def model():
 
 @pytest.fixture(scope="session")
 def client(model):
-    config = ServeConfig(slots=4, max_prompt=64, max_tokens=32, max_requests=8, max_body=20_000)
+    config = ServeConfig(slots=4, max_prompt=64, max_tokens=32, max_requests=8, max_logprobs=10_000, max_body=20_000)
     with served(BatchDecoder(model, slots=4, max_context=config.max_context), config=config) as client:
         yield client
 

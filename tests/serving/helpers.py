@@ -47,12 +47,16 @@ class ScriptedDecoder:
     waiting = property(lambda self: len(self.requests) - self.running)
     free = property(lambda self: self.slots - self.running)
 
-    def add(self, prompt, sampling, /, *, stop_tokens=()):
+    def add_samples(self, prompt, samplings, /, *, stop_tokens=(), logprobs=None, prompt_logprobs=None):
         self.on_add(prompt)
-        request = SimpleNamespace(tokens=[], prompt=list(prompt), finished=None, error=None, state_bytes=0)
-        request.most, request.stop_tokens = sampling.max_tokens, stop_tokens
-        self.requests.append(request)
-        return request
+        added = []
+        for sampling in samplings:
+            request = SimpleNamespace(tokens=[], prompt=list(prompt), finished=None, error=None, state_bytes=0)
+            request.most, request.stop_tokens = sampling.max_tokens, stop_tokens
+            request.logprobs = request.prompt_logprobs = ()
+            added.append(request)
+        self.requests += added
+        return added
 
     def cancel(self, request, /):
         self.cancelled += request in self.requests

@@ -9,9 +9,10 @@ from subquad.data import load_tokenizer
 from subquad.generation import BatchDecoder, Generation, SamplingConfig, TextStream
 from subquad.generation.speculative import NgramDraft
 from subquad.serving import ServeConfig
+from subquad.serving.answers import ChatCompletion, Completion, Detokenized, Tokenized
 from subquad.serving.engine import Event
 from subquad.serving.replies import Choice
-from subquad.serving.schemas import ChatCompletion, Completion, CompletionRequest, Detokenized, Tokenized
+from subquad.serving.schemas import CompletionRequest
 from subquad.serving.texts import Template, Texts
 from tests.cli.folders import word_tokenizer
 from tests.serving.helpers import ScriptedDecoder, events, served, slow, tiny_model

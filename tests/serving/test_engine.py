@@ -19,7 +19,7 @@ PATH = "/v1/completions"
 
 
 def counts(prompt=(1,), tokens=5):
-    return list(prompt), SamplingConfig(max_tokens=tokens)
+    return list(prompt), [SamplingConfig(max_tokens=tokens)]
 
 
 LONG = counts(tokens=2000)

@@ -26,12 +26,13 @@ def error_of(answer, status):
     *(({"prompt": prompt}, "prompt", "a prompt may have 64 tokens, but this one has 65")
       for prompt in ("x" * 65, [1] * 65)),
     ({"prompt": [256]}, None, "the prompt's tokens must be between 0 and 255, got 256"),
-    ({"promt": "a"}, "promt", "unknown field 'promt'; did you mean 'prompt'? valid: frequency_penalty, ignore_eos, "),
+    ({"promt": "a"}, "promt", "unknown field 'promt'; did you mean 'prompt'? valid: prompt, "),
     ({"prompt": ["a", "b", "c"], "n": 3}, "n", "3 prompts times n=3 exceed the 8 sequences that the server takes"),
     ({"prompt": "a", "max_tokens": 33}, "max_tokens", "max_tokens must be at most 32, got 33"),
     *(({"prompt": "a", field: value}, field, f"{field} should be {rule}") for field, value, rule in (
-        ("n", 0, "greater than or equal to 1"), ("n", True, "a valid integer"), ("max_tokens", "5", "a valid integer"),
-        ("max_tokens", 0, "greater than or equal to 1"), ("temperature", 2.1, "less than or equal to 2"),
+        ("n", 0, "greater than or equal to 1, got 0"), ("n", True, "a valid integer"),
+        ("n", 129, "less than or equal to 128, got 129"), ("max_tokens", "5", "a valid integer"),
+        ("max_tokens", -1, "greater than or equal to 0"), ("temperature", 2.1, "less than or equal to 2"),
         ("temperature", -1, "greater than or equal to 0"), ("top_p", 0, "greater than 0"),
         ("top_k", 0, "greater than or equal to 1"), ("min_p", 1.5, "less than or equal to 1"),
         ("repetition_penalty", 0, "greater than or equal to 0.01"), ("stream", "yes", "a valid boolean"),
@@ -43,10 +44,20 @@ def error_of(answer, status):
       for stop in ("", list("abcde"))),
     ({"prompt": "a", "stream_options": {}}, "stream_options", "stream_options needs stream: true"),
     ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options", "unknown field 'stream_options.x'"),
-    *(({"prompt": "a", field: value}, field, f"{field} is not supported by this server; leave it out")
-      for field, value in (
-        ("logprobs", 0), ("echo", 0), ("echo", True), ("best_of", 2), ("suffix", "b"),
+    ({"prompt": "a", "suffix": "b"}, "suffix", "suffix is not supported in a completion, got 'b'; leave it out"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, or 0 with echo, which returns"),
+    *(({"prompt": "a", "logprobs": value}, "logprobs", f"logprobs should be {rule}") for value, rule in (
+        (-1, "greater than or equal to 0, got -1"), (True, "a valid integer, got True"), ("1", "a valid integer"),
     )),
+    ({"prompt": "a", "logprobs": 257}, "logprobs", "logprobs must be at most 256, the number of the model's tokens, g"),
+    ({"prompt": ["a"] * 8, "logprobs": 256, "max_tokens": 32, "echo": True}, "logprobs",
+     "logprobs=256 for up to 264 tokens are 67848 log-probabilities, and an answer may have 10000; ask for fewer, "),
+    ({"prompt": "a", "echo": 0}, "echo", "echo should be a valid boolean"),
+    ({"prompt": "a", "best_of": 2, "n": 3}, "best_of", "best_of must be at least n=3, got 2"),
+    ({"prompt": "a", "best_of": 0}, "best_of", "best_of should be greater than or equal to 1"),
+    ({"prompt": "a", "best_of": 3, "n": 2, "stream": True}, "best_of",
+     "best_of=3 cannot be streamed with n=2: which answers are best is known at their end; leave out stream or best_"),
+    ({"prompt": ["a", "b", "c"], "best_of": 3}, "best_of", "3 prompts times best_of=3 exceed the 8 sequences that the"),
     *(({"prompt": "a", "logit_bias": bias}, "logit_bias", "logit_bias must map token ids, such as \"50256\", to ")
       for bias in ([1], {"a": 1}, {"-1": 1}, {"5": 101}, {"5": True}, {"5": None}, {str(i): "x" for i in range(999)})),
     ({"prompt": "a", "logit_bias": {"256": 1}}, None, "logit_bias has token 256; valid: 0 to 255"),
@@ -74,8 +85,14 @@ SAID = [{"role": "user", "content": "a"}]
           for content in (None, 3, [{"type": "image_url"}], [{"type": "text", "text": ""}] * 129)),
     )),
     ({"messages": SAID, "prompt": "b"}, "prompt", "unknown field 'prompt'; "),
-    ({"messages": SAID, "tools": [{}]}, "tools", "tools is not supported"),
-    ({"messages": SAID, "logprobs": True}, "logprobs", "logprobs is not supported"),
+    *(({"messages": SAID, field: value}, field, f"{field} is not supported in a chat, got {value!r}; leave it out")
+      for field, value in (("tools", [{}]), ("echo", True), ("best_of", 2))),
+    ({"messages": SAID, "logprobs": 2}, "logprobs", "logprobs should be a valid boolean"),
+    ({"messages": SAID, "top_logprobs": 2}, "top_logprobs", "top_logprobs=2 needs logprobs: true"),
+    ({"messages": SAID, "logprobs": True, "top_logprobs": -1}, "top_logprobs", "top_logprobs should be greater"),
+    ({"messages": SAID, "logprobs": True, "top_logprobs": 300}, "top_logprobs",
+     "top_logprobs must be at most 256, the number of the model's tokens, got 300"),
+    ({"messages": SAID, "n": 9}, "n", "1 prompts times n=9 exceed the 8 sequences that the server takes at once"),
     ({"messages": SAID, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens",
      "max_tokens and max_completion_tokens are the same limit; give only one"),
 ])  # fmt: skip
@@ -192,6 +209,7 @@ def test_a_whole_surrogate_pair_is_a_character(client):
 
 @pytest.mark.parametrize("extra", [
     {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "logprobs": None, "echo": False, "best_of": 1},
+    {"logprobs": None, "echo": None, "best_of": None},
     {"suffix": None, "user": "me", "stop": None, "n": None, "stream": None, "temperature": None, "top_p": None},
     {"max_tokens": None, "seed": None, "stop": [], "stream_options": None, "model": None, "top_k": None},
 ])  # fmt: skip
