@@ -22,7 +22,7 @@ TOOLS := $(VENV)-release/.installed
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-long smoke bench lists docs gpu peers lowest lint workflows check dist wheel-check release clean
+.PHONY: help install run test test-long smoke bench lists docs gpu peers lowest lint workflows check dist wheel-check extras release clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -85,6 +85,9 @@ dist: $(TOOLS) ## build the sdist and the wheel in dist/, and check them
 wheel-check: dist ## build them, install the wheel alone and train two steps from it
 	@TORCH_INDEX="$(TORCH_INDEX)" .ci/wheel "$(PYTHON)"
 
+extras: dist ## install the wheel with each extra alone, and try what the extra is for (not part of `make test`)
+	@TORCH_INDEX="$(TORCH_INDEX)" .ci/extras "$(PYTHON)"
+
 release: $(TOOLS) ## check all that a release of VERSION needs and print the commands that publish it; publishes nothing
 	@$(VENV)-release/bin/python .ci/release.py "$(VERSION)"
 
@@ -103,7 +106,7 @@ $(RUNS): pyproject.toml constraints.txt
 	@echo "Installing PyTorch and what else running needs into $(VENV), which takes a minute or more ..."
 	@if [ -n "$(TORCH_INDEX)" ]; then \
 	  $(BIN)/python -m pip install --no-deps --index-url "$(TORCH_INDEX)" "$$(grep '^torch==' constraints.txt)"; fi
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[train]"
 	@touch $@
 
 $(TESTS): $(RUNS)

@@ -13,10 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
+from subquad.extras import needed
 
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The safe loader, in C where PyYAML has it."""
 DEPTH = 100
 """Largest nesting depth of mappings and lists."""
 VALUES = 200_000
@@ -86,8 +84,9 @@ def parse_json(text: str, where: str) -> Any:
 def parse_yaml(text: str, where: str) -> Any:
     """Return the value of a YAML text, by a safe loader; `ValueError` begins with `where`."""
     check_yaml(text, where)
+    yaml = _yaml(where)
     try:
-        value = yaml.load(text, Loader=LOADER)  # noqa: S506 - a safe one
+        value = yaml.load(text, Loader=_loader(yaml))
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{where} is not valid YAML: {error}") from error
     except (TypeError, LookupError, AttributeError, ArithmeticError) as error:  # PyYAML's, of a tag that does not fit
@@ -99,13 +98,15 @@ def parse_yaml(text: str, where: str) -> Any:
 def check_yaml(text: str, where: str) -> None:
     """Raise `ValueError` for damaged YAML, `BoundsError` if it nests too deeply or expands to too many values.
 
-    Events are read one by one and nothing is built, since the C loader crashes on deep recursion.
+    Events are read one by one and nothing is built, since the C loader crashes on deep recursion. Raises `ImportError`
+    without PyYAML.
     """
+    yaml = _yaml(where)
     sizes: list[int] = [0]
     anchors: list[str | None] = []
     known: dict[str, int] = {}
     try:
-        for event in yaml.parse(text, Loader=LOADER):
+        for event in yaml.parse(text, Loader=_loader(yaml)):
             if isinstance(event, yaml.CollectionStartEvent):
                 sizes.append(1)
                 anchors.append(event.anchor)
@@ -127,6 +128,18 @@ def check_yaml(text: str, where: str) -> None:
                 raise BoundsError(f"{where} stands for more than {VALUES:,} values, aliases written out")
     except yaml.YAMLError as error:
         raise ValueError(f"{where} is not valid YAML: {error}") from error
+
+
+def _yaml(where: str) -> Any:
+    """Return the module `yaml`, which reads `where`."""
+    with needed(f"reading {where}"):
+        import yaml
+    return yaml
+
+
+def _loader(yaml: Any) -> Any:
+    """Return the safe loader of the module `yaml`, in C where PyYAML has it."""
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def _check(value: Any, where: str) -> None:

@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from tokenizers import Tokenizer
+
+from subquad.extras import needed
+
+with needed("subquad.train_and_report"):
+    from rich.console import Console
+    from tokenizers import Tokenizer
 
 from subquad import training
 from subquad.bars import progress

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from subquad import attention
-from subquad.attention import Attention
+from subquad.attention import Attention, mechanism, names
 from subquad.cli import main
 from subquad.cli.listing import markdown
 from subquad.testing import AttentionContract, assert_exact
@@ -54,7 +54,7 @@ def place(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
-        patch.setattr(Attention, "registry", dict(Attention.registry))
+        patch.setattr(Attention, "registry", {name: mechanism(name) for name in names()})
         for name in ("test_fading", "test_echo"):
             importlib.import_module(name)
         yield folder

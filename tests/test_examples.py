@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from subquad.attention import Attention
+from subquad.attention import Attention, mechanism, names
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -22,7 +22,8 @@ def run(folder, monkeypatch, capsys):
     """Run an example in `folder`; return what it prints."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("SUBQUAD_CACHE", str(folder / "cache"))
-    monkeypatch.setattr(Attention, "registry", dict(Attention.registry))  # an own mechanism stays in its example
+    registry = {name: mechanism(name) for name in names()}
+    monkeypatch.setattr(Attention, "registry", registry)  # an own mechanism stays in its example
 
     def run_example(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *arguments])

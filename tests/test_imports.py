@@ -20,6 +20,25 @@ def test_the_package_loads_nothing_heavy():
     assert {"torch", "numpy", "triton", "transformers", "datasets", "matplotlib"}.isdisjoint(loaded)
 
 
+def test_attention_loads_no_mechanism_before_it_is_asked_for():
+    loaded, used, refused = run("""
+        import sys
+        from subquad import attention
+        names = ("attention.latte", "attention.linear", "ops.loss", "ops._sequential.scan", "hf", "testing")
+        loaded = lambda: [name for name in names if f"subquad.{name}" in sys.modules]
+        print(loaded(), [name for name in ("yaml", "rich", "PIL", "tokenizers") if name in sys.modules])
+        attention.Latte
+        print(loaded())
+        try:
+            type("Mine", (attention.Attention,), {"name": "linear", "__module__": "mine.linear"})
+        except TypeError as error:
+            print(error)
+    """).splitlines()
+    assert loaded == "[] []"
+    assert used == "['attention.latte']"
+    assert refused.startswith("attention 'linear' is already subquad.attention.linear.Linear")
+
+
 def test_mechanisms_and_configurations_load_and_need_nothing_heavy_but_torch():
     loaded, ran = run("""
         import sys

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import subquad.testing
-from subquad.attention import build
+from subquad.attention import Latte, build
+from subquad.attention.laws import Law
+from subquad.ops import linear_cross_entropy
 from subquad.ops._torch import scan, softmax, tiles
 from subquad.testing import (
     AttentionContract,
@@ -16,6 +18,7 @@ from subquad.testing import (
     assert_in_budget,
     assert_same_maths,
     block_sizes,
+    check_law,
     largest_allocation,
     mask_with,
     sharpened,
@@ -85,19 +88,19 @@ def test_block_sizes_reach_the_engines_and_end_with_their_block(monkeypatch):
     with pytest.raises(RuntimeError, match="inside"), block_sizes(4):
         raise RuntimeError("inside")
     assert sizes() == before
-    pieces = []
-    of_scan = scan.pieces
-    monkeypatch.setattr(scan, "pieces", lambda *a: pieces.append(of_scan(*a)) or of_scan(*a))
+    groups = []
+    of_scan = scan.chunk_groups
+    monkeypatch.setattr(scan, "chunk_groups", lambda *a, **b: groups.append(of_scan(*a, **b)) or of_scan(*a, **b))
     with block_sizes(4):
         build("linear", dim=4, num_heads=1)(torch.randn(1, 10, 4))
-    assert pieces[0] == [(0, 8, 2, 4, 0), (8, 10, 1, 2, 2)], "two chunks of 4 tokens, one of 2"
+    assert groups[0] == [(0, 8, 2, 4, 0), (8, 10, 1, 2, 2)], "two chunks of 4 tokens, one of 2"
 
 
 def test_the_largest_allocation_is_seen_inside_custom_operations_too():
     assert largest_allocation(lambda: torch.ones(10, 10).sum()) == 400
     logits = 4 * 64 * 100
     h, weight, labels = torch.ones(64, 8), torch.ones(100, 8), torch.zeros(64, dtype=torch.int64)
-    assert largest_allocation(lambda: torch.ops.subquad.linear_cross_entropy(h, weight, labels, None, -100)) >= logits
+    assert largest_allocation(lambda: linear_cross_entropy(h, weight, labels)) >= logits
 
 
 def test_masks_have_padding_on_both_sides_and_a_hole():
@@ -139,10 +142,27 @@ def test_gradients_are_of_every_parameter():
     assert_exact(again["gradient of x"], torch.zeros(1, 5, 8, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("missing", ["pytest", "hypothesis"])
-def test_the_contract_says_what_to_install(monkeypatch, missing):
-    monkeypatch.setitem(sys.modules, missing, None)
-    for module in ("contract", "states", "judged"):
-        monkeypatch.delitem(sys.modules, f"subquad.testing.{module}")
-    with pytest.raises(ImportError, match=rf"AttentionContract needs {missing}: .* pip install 'subquad\[testing\]'"):
+def test_the_contract_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    monkeypatch.delitem(sys.modules, "subquad.testing.contract")
+    match = r"AttentionContract needs hypothesis, which is not installed: .* pip install 'subquad\[testing\]'"
+    with pytest.raises(ImportError, match=match):
         subquad.testing.AttentionContract  # noqa: B018
+
+
+def test_a_law_is_a_function():
+    """`check_law` judges by every test of the law, and says which do not apply."""
+    assert check_law("padding", "latte", num_latents=4) == []
+    reason = "bidirectional: reads whole sequences and keeps no state"
+    assert check_law(Law.SPLIT, "latte", causal=False) == [f"latte, law 'split': {reason}"]
+    assert check_law("padding", "latte", causal=False) == [reason]
+    with pytest.raises(ValueError, match="unknown law 'splt'; did you mean 'split'"):
+        check_law("splt", "latte")
+    with pytest.raises(ValueError, match="unknown attention 'late'; did you mean 'latte'"):
+        check_law("split", "late")
+
+
+def test_a_law_as_a_function_finds_a_layer_that_breaks_it(monkeypatch):
+    monkeypatch.setattr(Latte, "forward", lambda layer, x, state=None, **given: (x + x.roll(1, 1), None))
+    with pytest.raises(AssertionError, match="outputs before and at token"):
+        check_law(Law.NO_FUTURE, "latte")

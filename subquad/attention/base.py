@@ -5,11 +5,14 @@ Shape letters: B batch, T tokens, S keys, D model width, H heads, V value channe
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial, wraps
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 from typing import Literal as OneOf
 
@@ -32,6 +35,8 @@ from subquad.parallel.counted import bytes_sent
 from subquad.state import State
 
 Form = OneOf["causal", "bidirectional"]
+FILES = frozenset(found.name for found in pkgutil.iter_modules([str(Path(__file__).parent)]))
+"""Files of this package, of which one is imported when its mechanism is asked for."""
 
 P = ParamSpec("P")
 SelfT = TypeVar("SelfT", bound="Attention")
@@ -159,6 +164,8 @@ class Attention(nn.Module):
         file = cls.__module__.rpartition(".")[2]
         if cls.name != file and file != "__main__":  # a script or a notebook may define a mechanism too
             raise TypeError(f"{cls.__name__}.name is {cls.name!r} but its file is {file}.py; use one name for both")
+        if cls.__module__ != f"{__package__}.{cls.name}":
+            _import(cls.name)
         there = Attention.registry.get(cls.name)
         if there is not None and there.__module__ != cls.__module__:
             raise TypeError(
@@ -379,7 +386,7 @@ class Attention(nn.Module):
 
         Raises `ValueError` if the mechanism has no such terms.
         """
-        having = [name for name, cls in Attention.registry.items() if cls.has_position_terms]
+        having = [name for name in names() if mechanism(name).has_position_terms]
         raise ValueError(
             f"attention {self.name!r} has no position terms of its own; mechanisms that have: {', '.join(having)}"
         )
@@ -428,15 +435,24 @@ def after_step(model: nn.Module, step: int) -> None:
 
 
 def names() -> list[str]:
-    """Return the names of the registered mechanisms, sorted."""
+    """Return the names of all mechanisms, sorted: those of this package and those that a program has defined."""
+    for file in FILES:
+        _import(file)
     return sorted(Attention.registry)
 
 
 def mechanism(name: str) -> type[Attention]:
     """Return the class registered as `name`; raise `ValueError` that lists the valid names."""
+    _import(name)
     if name not in Attention.registry:
-        raise ValueError(f"unknown attention {name!r}; {suggest(name, Attention.registry)}")
+        raise ValueError(f"unknown attention {name!r}; {suggest(name, names())}")
     return Attention.registry[name]
+
+
+def _import(name: str) -> None:
+    """Import the file of this package for the mechanism `name`, if there is one, which registers the mechanism."""
+    if name in FILES:
+        importlib.import_module(f"{__package__}.{name}")
 
 
 def build(name: str, *, dim: int, num_heads: int, **options: Any) -> Attention:

@@ -15,6 +15,7 @@ from subquad import program
 from subquad.checksums import trusting
 from subquad.config import suggest
 from subquad.disk import FULL
+from subquad.extras import needed
 from subquad.version import __version__
 
 _HELP = {
@@ -34,10 +35,14 @@ _HELP = {
     "list": "list attention mechanisms with their options, and recipes",
     "cost": "count score entries, FLOPs and memory of mechanisms and models",
     "show": "draw attention weights, receptive fields, position terms or costs",
+    "doctor": "show versions, devices, the backend of each engine, and which extras are missing",
 }
 _MODULES = {"import": "importing", "export": "exporting", "list": "listing"}
 COMMANDS = {name: f"subquad.cli.{_MODULES.get(name, name)}" for name in _HELP}
 """The module of each command. Its `run(arguments)` parses them, does the work and returns the exit status."""
+_OWN = {"convert": "peft", "extend": "peft", "lora": "peft", "serve": "serve", "list": None, "doctor": None}
+NEEDED = {name: _OWN.get(name, "train") for name in _HELP}
+"""The extra that each command needs, or None."""
 
 _LINES = "\n".join(f"  {name:10} {text}" for name, text in _HELP.items())
 EVERYWHERE = ("--debug", "--trust-changed")
@@ -79,9 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(command: str, arguments: list[str]) -> int:
     """Import the command's module (and torch) and run it, with the allocator set to keep freed memory."""
-    module = importlib.import_module(COMMANDS[command])
-    importlib.import_module("subquad.memory").keep_freed_memory()
-    return int(module.run(arguments))
+    with needed(f"subquad {command}", NEEDED.get(command)):
+        module = importlib.import_module(COMMANDS[command])
+        importlib.import_module("subquad.memory").keep_freed_memory()
+        return int(module.run(arguments))
 
 
 def guarded(run: Callable[[list[str]], int], arguments: Sequence[str], *, informs: bool = False) -> int:

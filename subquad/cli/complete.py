@@ -22,7 +22,7 @@ from torch import Tensor
 from subquad import training
 from subquad.bars import progress
 from subquad.cli.arguments import Parser, check_output, picture_file
-from subquad.cli.tables import facts
+from subquad.cli.result_tables import facts
 from subquad.cli.threads import keep_to_idle_cores
 from subquad.config import check_at_least
 from subquad.data.files import write_json

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.text import Text
 
 from subquad.attention import build, mechanism, names
 from subquad.attention.laws import Law
-from subquad.cli.arguments import Parser, in_yaml
-from subquad.cli.tables import console, print_table
+from subquad.cli.parser import PlainParser, in_yaml
+from subquad.cli.tables import print_table, print_text
 from subquad.config import suggest
 from subquad.models.stacks import STACKS
 from subquad.options import options
@@ -37,8 +36,8 @@ NOTE = (
 
 def run(arguments: Sequence[str]) -> int:
     """Parse, print, return the exit status."""
-    parser = Parser("list [NAME]", "The attention mechanisms, the options of one of them, or the recipes.")
-    parser.add_optional("name", "A mechanism, to list its options.")
+    parser = PlainParser("list [NAME]", "The attention mechanisms, the options of one of them, or the recipes.")
+    parser.add_argument("name", nargs="?", help="A mechanism, to list its options.")
     parser.add_argument("--recipes", action="store_true", help="List the recipes only.")
     parser.add_argument(
         "--laws", action="store_true", help="Which laws of the contract each mechanism keeps, and why not."
@@ -53,7 +52,7 @@ def run(arguments: Sequence[str]) -> int:
         laws = [(law.value, law.asks) for law in Law]
         print_table("", ("law", "what it asks for"), laws, text="what it asks for")
         print_table("", LAW_HEADERS, table, text="laws that hold", justify="left")
-        console().print(Text("\n".join(reasons)))
+        print_text("\n".join(reasons))
     elif chosen.markdown:
         sys.stdout.write(markdown() + "\n")
     elif chosen.name is not None:
@@ -67,7 +66,7 @@ def run(arguments: Sequence[str]) -> int:
         print_table(
             "", HEADERS, rows, spare=SPARE, elsewhere=" or by --markdown", text="what a token sees", justify="left"
         )
-        console().print(Text(NOTE))
+        print_text(NOTE)
         _print_recipes()
     return 0
 
@@ -75,26 +74,24 @@ def run(arguments: Sequence[str]) -> int:
 def _print_options(name: str) -> None:
     cls = STACKS[name] if name in STACKS else mechanism(name)
     own = STACKS[name].options if name in STACKS else mechanism(name).Config
-    console().print(Text(f"{name}: {cls.summary}\n{cls.paper}", style="bold"))
+    print_text(f"{name}: {cls.summary}\n{cls.paper}", style="bold")
     rows = [
         (option, textwrap.fill(in_yaml(kind), CELL), in_yaml(default), in_yaml(meaning))
         for option, kind, default, meaning in options(own)
     ]
     print_table("", ("option", "type", "default", ""), rows, spare=("type",), text="", justify="left")
-    console().print(
-        Text(
-            "A model gives dim, num_heads, bias, dropout and, where they are, num_kv_heads, head_dim, qk_norm, "
-            "norm_eps, qkv_bias, out_bias, rope, rope_base, rope_fraction and rope_scaling."
-        )
+    print_text(
+        "A model gives dim, num_heads, bias, dropout and, where they are, num_kv_heads, head_dim, qk_norm, "
+        "norm_eps, qkv_bias, out_bias, rope, rope_base, rope_fraction and rope_scaling."
     )
     line = command("train", "--model.attention", name, f"--model.options.{name}.OPTION", "VALUE")
-    console().print(Text(line), soft_wrap=True)
+    print_text(line, wraps=False)
 
 
 def _print_recipes() -> None:
     rows = [(name, _first_comment(recipe_path(name))) for name in recipes()]
     print_table("", ("recipe", ""), rows, text="")
-    console().print(Text(command("train", "--recipe", "NAME")), soft_wrap=True)
+    print_text(command("train", "--recipe", "NAME"), wraps=False)
 
 
 def _first_comment(recipe: Path) -> str:

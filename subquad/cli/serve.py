@@ -12,7 +12,7 @@ from subquad.cli.arguments import RUN_HELP, Parser
 from subquad.cli.drafts import DRAFT_HELP, draft_of
 from subquad.cli.generate import ADAPTER_HELP
 from subquad.cli.threads import keep_to_idle_cores
-from subquad.program import install
+from subquad.extras import needed
 from subquad.serving.config import ServeConfig
 
 KEY_VARIABLE = "SUBQUAD_API_KEY"
@@ -59,10 +59,8 @@ def run(arguments: Sequence[str]) -> int:
             raise ValueError("the API key must be printable ASCII, not empty and without spaces at its ends")
         if not 0 <= port < 1 << 16:
             raise ValueError(f"port must be between 0 and {(1 << 16) - 1}, got {port}")
-    try:
+    with needed("subquad serve", "serve"):
         from subquad.serving.app import serve
-    except ImportError as error:
-        raise ImportError(f"subquad serve needs {error.name}: {install('subquad[serve]')}") from error
     with parser.checking():
         loaded = training.runs.load_run(folder, device, adapter)
         draft = draft_of(asked_draft, loaded, device)

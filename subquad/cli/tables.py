@@ -1,4 +1,4 @@
-"""Tables, units, output files and lines of progress."""
+"""Tables, units, output files and lines of progress. Without rich, tables are printed in Markdown."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
-from rich.cells import cell_len
-from rich.console import Console, JustifyMethod
-from rich.measure import Measurement
-from rich.table import Table
-from rich.text import Text
+from subquad.extras import is_installed
 
-from subquad.evaluation import ClassEvaluation, Evaluation, ImageEvaluation
+if TYPE_CHECKING:
+    from rich.console import Console, JustifyMethod
+    from rich.table import Table
+    from rich.text import Text
 
 WIDTH = 160
 """Columns of output that is not to a terminal; a table whose rows need more has more."""
@@ -54,6 +52,8 @@ def has_width() -> bool:
 
 def console(width: int = WIDTH) -> Console:
     """Return a console as wide as the terminal or COLUMNS, else `width`, so that rows aren't wrapped."""
+    from rich.console import Console
+
     return Console() if has_width() else Console(width=width)
 
 
@@ -72,12 +72,22 @@ def print_table(
 
     Only the column `text` is wrapped. Where a terminal is too narrow for that, headers are wrapped, then the columns
     `spare` are left out in turn, and a line says which, and that a wider terminal shows them; `elsewhere` ends it.
+    Without rich the table is printed as by `markdown`.
     """
-    if markdown:
-        rules = [":---", *("---:" for _ in headers[1:])]
-        written = "\n".join(f"| {' | '.join(map(str, line))} |" for line in (headers, rules, *lines))
-        sys.stdout.write(f"*{title}*\n\n{written}\n\n")
+    if markdown or not is_installed("rich"):
+        rules = [":---", *("---:" if justify == "right" else ":---" for _ in headers[1:])]
+        rows = [
+            [str(cell).replace("\n", " ").replace("|", r"\|") for cell in line] for line in (headers, rules, *lines)
+        ]
+        written = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        sys.stdout.write((f"*{title}*\n\n" if title else "") + f"{written}\n\n")
         return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+    from rich.text import Text
+
     endless, out, left_out = Console(width=1000), console(), 0
     widths = [max((_width(str(line[i])) for line in lines), default=0) for i in range(len(headers))]
 
@@ -120,7 +130,19 @@ def print_table(
         out.print(Text(f"Left out: {'; '.join(spare[:left_out])}. See them in a wider terminal{elsewhere}."))
 
 
+def print_text(text: str, *, style: str = "", wraps: bool = True) -> None:
+    """Print a paragraph, wrapped at the width of the console if it `wraps`; `style` is rich's."""
+    if not is_installed("rich"):
+        sys.stdout.write(f"{text}\n")
+        return
+    from rich.text import Text
+
+    console().print(Text(text, style=style), soft_wrap=not wraps)
+
+
 def _width(cell: str) -> int:
+    from rich.cells import cell_len
+
     return max(map(cell_len, cell.split("\n")))
 
 
@@ -132,74 +154,9 @@ def write_csv(path: str, records: Sequence[Mapping[str, Any]]) -> None:
         writer.writerows(records)
 
 
-def facts(*rows: tuple[str, str]) -> Table:
-    """Return a table of names and values without a header."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def text_table(evaluation: Evaluation) -> Table:
-    """Return the table of a text's loss, perplexity, bits per byte and speed."""
-    overlap = "" if evaluation.stride == evaluation.length else f", stride {evaluation.stride:,}"
-    table = facts(
-        ("tokens predicted", f"{evaluation.tokens:,} in windows of {evaluation.length:,}{overlap}"),
-        ("loss", f"{evaluation.loss:.4f} nats per token"),
-        ("perplexity", f"{evaluation.perplexity:,.2f} per token"),
-    )
-    if evaluation.word_perplexity is not None:
-        form = ",.2f" if evaluation.word_perplexity < 1e6 else ".3g"
-        table.add_row("", f"{evaluation.word_perplexity:{form}} per whitespace word")
-    if evaluation.bits_per_byte is not None:
-        table.add_row("bits per byte", f"{evaluation.bits_per_byte:.4f}")
-    table.add_row("speed", f"{evaluation.tokens / evaluation.seconds:,.0f} tokens/s")
-    return table
-
-
 def context_range(start: int, stop: int) -> str:
     """Return `257 to 512` for 257 and 513, or a single number."""
     return f"{start:,}" if start + 1 == stop else f"{start:,} to {stop - 1:,}"
-
-
-def position_table(evaluation: Evaluation) -> Table:
-    """Return the table of loss by tokens of context."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for header in ("tokens of context", "tokens", "loss, nats"):
-        table.add_column(header, justify="right")
-    for part in evaluation.by_position:
-        table.add_row(context_range(part.start, part.stop), f"{part.tokens:,}", f"{part.loss:.4f}")
-    return table
-
-
-def class_table(evaluation: ClassEvaluation) -> Table:
-    """Return the table of accuracy, baselines, loss and speed."""
-    table = facts(
-        ("examples", f"{evaluation.examples:,}"),
-        ("accuracy", f"{evaluation.accuracy:.2%}"),
-        ("", f"{evaluation.constant:.2%} by always predicting the most frequent label"),
-    )
-    if evaluation.bag_of_tokens is not None:
-        table.add_row("", f"{evaluation.bag_of_tokens:.2%} by logistic regression on a bag of tokens")
-    for name, accuracy in evaluation.by_class.items():
-        table.add_row("", f"{accuracy:.2%} of {name!r}")
-    table.add_row("loss", f"{evaluation.loss:.4f} nats per example")
-    table.add_row("speed", f"{evaluation.examples / evaluation.seconds:,.0f} examples/s")
-    return table
-
-
-def image_table(evaluation: ImageEvaluation) -> Table:
-    """Return the table of bits per dimension, baselines and speed."""
-    error = "" if evaluation.error is None else f" ± {evaluation.error:.4f}"
-    table = facts(
-        ("images", f"{evaluation.images:,} of {evaluation.dimensions:,} bytes, all of them predicted"),
-        ("bits per dimension", f"{evaluation.bits_per_dim:.4f}{error}"),
-        ("", f"{evaluation.constant:.4f} by the frequencies of the levels alone"),
-    )
-    if evaluation.occluded_bits_per_dim is not None:
-        table.add_row("", f"{evaluation.occluded_bits_per_dim:.4f} of the {evaluation.occluded:,} occluded bytes")
-    table.add_row("speed", f"{evaluation.images / evaluation.seconds:,.1f} images/s")
-    return table
 
 
 def show_line(text: str, *, last: bool = False) -> None:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from subquad import training
 from subquad.cli.arguments import FILES, Parser, data_is_a_path, files_first
-from subquad.cli.tables import class_table, facts, image_table, text_table
+from subquad.cli.result_tables import class_table, facts, image_table, text_table
 from subquad.cli.threads import with_threads
 from subquad.config import check_positive
 from subquad.data.sources import text_size

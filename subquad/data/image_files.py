@@ -16,10 +16,10 @@ from typing import IO
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
 from subquad.data.packed import PACKED, find_packed, load_arrays, read_packed
+from subquad.extras import needed
 
 MOST_PIXELS = 1 << 26
 """Largest image that is read: a file of a few kilobytes can unpack to billions of pixels."""
@@ -62,6 +62,8 @@ def decode(source: Path | IO[bytes], name: str, mode: str | None = None) -> NDAr
     Raises `ValueError`, naming the image `name`, for damage, for more than `MOST_PIXELS` pixels, and for other formats,
     since Pillow starts external programs for some.
     """
+    with needed("reading images"):
+        from PIL import Image
     stream: Path | IO[bytes] = io.BytesIO(source.read_bytes()) if isinstance(source, Path) else source
     try:
         with warnings.catch_warnings():

@@ -24,7 +24,7 @@ from subquad.config import suggest
 from subquad.data.files import check_path
 from subquad.data.packed import BAD_ZIP, DAMAGE, check_zip, most, too_much, unpack, unpack_any
 from subquad.data.texts import BadTextError, check_text, rows_of
-from subquad.program import install
+from subquad.extras import needed
 
 logger = logging.getLogger(__name__)
 
@@ -253,12 +253,8 @@ def hub_dataset(asked: str, *arguments: Any, **options: Any) -> Any:
 
     Raises `ImportError` for `asked` without `datasets`, and `ConnectionError` if the Hub can't be reached.
     """
-    try:
+    with needed(repr(asked)):
         import datasets
-    except ImportError as error:
-        raise ImportError(
-            f"{asked!r} needs the package datasets, which is not installed: {install('subquad[datasets]')}"
-        ) from error
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 

@@ -25,20 +25,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from subquad.config import check_at_least
 from subquad.data.special_tokens import separator_id
 from subquad.data.tokenizers import check_vocabulary
+from subquad.extras import needed
 from subquad.hf import SubquadForCausalLM
 from subquad.models import Decoder
-from subquad.program import install
 from subquad.version import __version__
 
-try:
+with needed("evaluating tasks"):
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
-except ImportError as error:
-    how = install("subquad[eval]")
-    raise ImportError(f"tasks need lm-evaluation-harness, which is not installed: {how}") from error
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
 from torch import Tensor
 
 from subquad.config import check_at_least
@@ -22,6 +22,9 @@ from subquad.disk import aside
 from subquad.inference import device_of, inference
 from subquad.models.image import START, ImageModel
 from subquad.state import State
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 Pixels = NDArray[np.uint8]
 OCCLUDED = (70, 90, 170)
@@ -164,6 +167,8 @@ def write_png(file: Path, picture: Image.Image) -> None:
 
 def picture_of(rows: Sequence[Sequence[Pixels]], captions: Sequence[str] = ()) -> Image.Image:
     """Return a picture of `rows` of equally large images `[H, W, C]`, with `captions` above the columns."""
+    from PIL import Image, ImageDraw
+
     height, width, _ = rows[0][0].shape
     scale = max(1, math.ceil(LEAST / max(height, width)))
     columns = max(len(row) for row in rows)

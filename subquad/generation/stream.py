@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 BROKEN = "\ufffd"
 """A decoder's replacement for bytes that are not UTF-8, and so for the first bytes of a character."""

@@ -4,9 +4,12 @@ Importing it registers the Auto classes, and adds the models to the tables of tr
 `subquad.hf.lora`, llama2.c checkpoints in `subquad.hf.llama2c`.
 """
 
-from transformers import AutoConfig
-from transformers.models import auto
-from transformers.models.auto import modeling_auto
+from subquad.extras import needed
+
+with needed("subquad.hf"):
+    from transformers import AutoConfig
+    from transformers.models import auto
+    from transformers.models.auto import modeling_auto
 
 from subquad.hf.backbone import SubquadModel
 from subquad.hf.cache import SubquadCache

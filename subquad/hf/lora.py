@@ -22,13 +22,14 @@ from transformers import PreTrainedModel
 
 from subquad.checksums import check_unchanged
 from subquad.config import suggest
+from subquad.extras import needed
 from subquad.hf.config import SubquadConfig
 from subquad.hf.encoders import SubquadEncoderForSequenceClassification, SubquadForPreTraining
 from subquad.hf.image import SubquadForImages
 from subquad.hf.loading import CONFIG, check_sizes, naming, read_config
 from subquad.hf.model import SubquadForCausalLM
 from subquad.parsing import check_keys, read_json_mapping
-from subquad.program import command, install
+from subquad.program import command
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -168,10 +169,8 @@ def put_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
 
 def require_peft() -> Any:
     """Return the module `peft`; `ImportError` names the extra if it is not installed."""
-    try:
+    with needed("LoRA"):
         import peft
-    except ImportError as error:
-        raise ImportError(f"LoRA needs PEFT: {install('subquad[peft]')}") from error
     return peft
 
 

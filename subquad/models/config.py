@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self, get_args
 
-from subquad.attention.base import Attention
+from subquad.attention import mechanism, names
 from subquad.config import Config, check_positive, suggest, type_hints
 from subquad.layers.scaling import RopeScaling
 
@@ -164,7 +164,7 @@ class DecoderConfig(Config):
 
     def _suitable_position(self) -> str:
         """Return the positions that suit the mechanisms."""
-        known = [Attention.registry[name] for name in self.mechanisms if name in Attention.registry]
+        known = [mechanism(name) for name in set(self.mechanisms) & set(names())]
         rotates = any(kind.rotates for kind in known)
         if rotates or "perceiver_ar" in self.mechanisms:
             return "rope"

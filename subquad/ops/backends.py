@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from subquad.config import suggest
+from subquad.extras import is_installed
 from subquad.program import install
 from subquad.tracing import beyond_backward
 
@@ -23,16 +23,34 @@ BACKENDS = ("reference", "torch", "sequential", "flex", "triton")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-
-try:
-    HAS_TRITON = importlib.util.find_spec("triton") is not None
-except ValueError:  # a module without a spec stands in for it
-    HAS_TRITON = False
+HAS_TRITON = is_installed("triton")
 TENSOR_CORES = 8
 """Least major compute capability for tensor cores with bfloat16 and tf32, without which the kernels are slow."""
 _requested: ContextVar[str | None] = ContextVar("subquad_backend", default=None)
 _open: list[str] = []
 """Backends of the open `use_backend` blocks, the innermost last. torch.compile can read a list, but no `ContextVar`."""
+_watching: list[dict[str, str]] = []
+"""The dictionaries of open `defaults_taken` blocks."""
+
+
+def no_kernels(device: torch.device) -> str:
+    """Return why kernels are not the default on a device, and nothing if they are."""
+    if device.type != "cuda":
+        return "kernels are for GPUs"
+    if not HAS_TRITON:
+        return "the package triton is missing"
+    return "" if has_tensor_cores(device) else f"compute capability below {TENSOR_CORES}.0: no tensor cores"
+
+
+@contextmanager
+def defaults_taken() -> Iterator[dict[str, str]]:
+    """Yield a dictionary that collects the default backend of each engine that runs within the block, by its name."""
+    taken: dict[str, str] = {}
+    _watching.append(taken)
+    try:
+        yield taken
+    finally:
+        _watching.remove(taken)
 
 
 def has_tensor_cores(device: torch.device) -> bool:
@@ -87,6 +105,8 @@ def choose(
         backend = "reference" if beyond else default
         if not torch.compiler.is_compiling():
             _log_once(op, backend)
+            for taken in _watching:
+                taken[op] = backend
         return backend
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r} for {op}; {suggest(backend, available)}")
@@ -108,7 +128,7 @@ def choose(
 def _kernels_suit(tensors: Sequence[Tensor], sizes: Mapping[str, tuple[int, int]]) -> bool:
     """Return whether the kernels of a scan suit the GPU, dtypes and sizes."""
     fitting = all(x.dtype != torch.float64 for x in tensors) and all(size <= most for size, most in sizes.values())
-    return HAS_TRITON and fitting and has_tensor_cores(tensors[0].device)
+    return fitting and not no_kernels(tensors[0].device)
 
 
 @functools.cache

@@ -8,7 +8,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from subquad.ops import _reference as reference
-from subquad.ops._sequential import scan as sequential
 from subquad.ops._torch import delta as chunked
 from subquad.ops._torch import single
 from subquad.ops.backends import choose, without_autocast
@@ -89,7 +88,9 @@ def delta_scan(
             q, k = by_heads(q, H // G), by_heads(k, H // G)
         out, s = (reference if name == "reference" else single).delta_scan(q, k, v, beta, log_f, s)
     elif name == "sequential":
-        out, s = sequential.scan(q, k, v, beta, None if log_f is None else log_f[..., None], s, chunk_size)
+        from subquad.ops._sequential.scan import scan
+
+        out, s = scan(q, k, v, beta, None if log_f is None else log_f[..., None], s, chunk_size)
     else:
         chunk = chunked.CHUNK if chunk_size is None else chunk_size
         out, s, *_ = chunked.delta_scan_op(q, k, v, beta, log_f, s, chunk, saves(q, k, v, beta, s, *rest))

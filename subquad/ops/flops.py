@@ -69,6 +69,8 @@ def register() -> None:
     """Register our operators and the fused CPU attention with torch's FlopCounterMode, which counts them as zero."""
     from torch.utils import flop_counter  # it loads triton
 
+    from subquad.ops._sequential import scan as _sequential  # noqa: F401 defines the operators
+
     def sdpa(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
         return int(flop_counter.sdpa_flop_count(q, k, v))
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad.ops import _reference as reference
-from subquad.ops._sequential import scan as sequential
 from subquad.ops._torch import scan as chunked
 from subquad.ops._torch import single
 from subquad.ops._torch.scan_by_value import gated_scan_by_value_op
@@ -105,8 +104,10 @@ def gated_scan(
             q, i = by_heads(q, H // G), by_heads(i, H // G)
         out, s = (reference if name == "reference" else single).gated_scan(q, i, v, decays_NTKV, s, normalise, eps)
     elif name == "sequential":
+        from subquad.ops._sequential.scan import scan
+
         v = F.pad(v, (0, 1), value=1.0) if normalise else v
-        out, s = sequential.scan(q, i, v, None, decays_NTKV, s, chunk_size)
+        out, s = scan(q, i, v, None, decays_NTKV, s, chunk_size)
         out = reference.divide(out[..., :V], out[..., V], eps) if normalise else out
     else:
         chunk = chunked.CHUNK if chunk_size is None else chunk_size

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad.ops import _reference as reference
-from subquad.ops._sequential import scan as sequential
 from subquad.ops._torch import single
 from subquad.ops._torch import softmax as chunked
 from subquad.ops._torch.log_space_sums import running_logsumexp as chunked_logsumexp
@@ -142,6 +141,8 @@ def running_softmax(
     elif name == "torch" and T == 1:
         out, lse, a, s = single.running_softmax(p, k, v, a, s)
     elif name == "sequential":
+        from subquad.ops._sequential import scan as sequential
+
         out, lse, a, s = sequential.running_softmax(p, k, v, a, s, chunk_size)
     else:
         gate = rest[0] if rest else None

@@ -1,4 +1,4 @@
-"""The contract, the three tolerances and input makers, for people who add a mechanism.
+"""The contract, its laws, the three tolerances and input makers, for people who add a mechanism.
 
 class TestX(AttentionContract):
     name = "x"
@@ -26,6 +26,7 @@ from subquad.testing.tools import (
 
 if TYPE_CHECKING:
     from subquad.testing.contract import AttentionContract
+    from subquad.testing.laws import check_law
 
 __all__ = [
     "LOW_PRECISION",
@@ -34,6 +35,7 @@ __all__ = [
     "assert_in_budget",
     "assert_same_maths",
     "block_sizes",
+    "check_law",
     "in_pieces",
     "largest_allocation",
     "mask_with",
@@ -41,6 +43,6 @@ __all__ = [
     "with_gradients",
 ]
 
-# The only name that imports hypothesis and pytest.
-__getattr__ = facade(__name__, {"AttentionContract": "contract"})
+# The contract needs hypothesis. `check_law` judges a mechanism by one law without it.
+__getattr__ = facade(__name__, {"AttentionContract": "contract", "check_law": "laws"})
 __dir__ = __all__.copy

@@ -5,29 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import partial
 from typing import Any, ClassVar
+from unittest import SkipTest
 
 import torch
 from torch import Tensor
 
 from subquad.attention import Attention, build
 from subquad.attention.laws import Law
-from subquad.program import install
 from subquad.state import State
 from subquad.testing.tools import with_gradients
-
-try:
-    import pytest as pytest
-    from hypothesis import HealthCheck, settings
-    from hypothesis import given as given
-    from hypothesis import strategies as strategies
-except ImportError as error:
-    raise ImportError(f"AttentionContract needs {error.name}: {install('subquad[testing]')}") from error
-
-# All subclasses share one test body, whose inputs don't depend on the subclass that runs it. A profile that a project
-# loads after this module does not reach its tests, and a first call may take as long as it does.
-drawn = partial(settings, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 
 
 class Judged:
@@ -69,16 +56,18 @@ class Judged:
     def judging(
         self, law: Law, dtype: torch.dtype = torch.float64, num_heads: int | None = None
     ) -> Iterator[Attention]:
-        """Give `make(dtype, num_heads)` to a test of `law`; skip it with the reason if the mechanism is exempt.
+        """Give `make(dtype, num_heads)` to a test of `law`; raise `SkipTest` with the reason if it is exempt.
 
         The error of the test says what was compared, the difference, and the limit. A note on it adds the law, the
         mechanism with its options, and the sizes of the inputs.
         """
         layer, self.made = self.make(dtype, num_heads), ()
         if law in layer.exemptions():
-            pytest.skip(f"{layer.name}, law {law.value!r}: {layer.exemptions()[law]}")
+            raise SkipTest(f"{layer.name}, law {law.value!r}: {layer.exemptions()[law]}")
         try:
             yield layer
+        except SkipTest:
+            raise
         except Exception as error:
             config = layer.config
             chosen = [(f.name, getattr(config, f.name)) for f in fields(config) if f.default != getattr(config, f.name)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from subquad.attention.drafts import DraftedTokens
 from subquad.attention.laws import Law
 from subquad.parallel import Sent, context_parallel
 from subquad.state import State
-from subquad.testing.judged import Judged, drawn, given, strategies
+from subquad.testing.judged import Judged
 from subquad.testing.ranks import Threads, on_ranks
 from subquad.testing.tools import Compare, assert_exact, assert_same_maths, assert_same_state, in_pieces, with_gradients
 
@@ -21,9 +23,7 @@ from subquad.testing.tools import Compare, assert_exact, assert_same_maths, asse
 class LawsOfStates(Judged):
     """Test that a sequence may be cut anywhere, and test its state."""
 
-    @drawn(max_examples=6)
-    @given(cuts=strategies.lists(strategies.integers(0, 70), min_size=1, max_size=4))
-    def test_split_anywhere_gives_the_same_result(self, cuts: list[int]) -> None:
+    def test_split_anywhere_gives_the_same_result(self, cuts: Sequence[int] = (0, 1, 23, 40)) -> None:
         with self.judging(Law.SPLIT) as layer:
             x = self.inputs(self.tokens)
             assert_same_maths(in_pieces(layer, x, sorted(cuts)), layer(x)[0], f"outputs, cut at {sorted(cuts)}")
@@ -54,8 +54,8 @@ class LawsOfStates(Judged):
                     alive = entry.untyped_storage().nbytes()
                     assert alive == entry.nbytes, f"{name} of {entry.nbytes} bytes keeps {alive} bytes alive"
 
-    def test_saved_weights_and_state_are_the_same(self, tmp_path: Path) -> None:
-        with self.judging(Law.SAVED) as layer:
+    def test_saved_weights_and_state_are_the_same(self) -> None:
+        with self.judging(Law.SAVED) as layer, TemporaryDirectory() as folder:
             x = self.inputs(self.tokens)
             other = self.new(self.num_heads).to(torch.float64).eval()
             other.load_state_dict(layer.state_dict())
@@ -63,8 +63,9 @@ class LawsOfStates(Judged):
             if not layer.causal:
                 return
             state = self.state_of(layer, x)
-            state.save(tmp_path / "state.safetensors")
-            loaded = State.load(tmp_path / "state.safetensors", config_hash=other.config_hash)
+            file = Path(folder) / "state.safetensors"
+            state.save(file)
+            loaded = State.load(file, config_hash=other.config_hash)
             assert_same_state(loaded, state, assert_exact, "state after save and load")
             # Not bitwise: a tensor's alignment in memory may change the order of sums in a matmul.
             assert_same_maths(other(x, loaded)[0], layer(x, state)[0], "continuation after save and load")

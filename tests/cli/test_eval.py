@@ -120,7 +120,9 @@ def test_wrong_arguments_are_refused_before_the_model_is_asked(folders, refused,
 
 
 def test_without_the_extra_the_command_says_what_to_install(folders, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
+    for module in ("lm_eval", "lm_eval.evaluator"):
+        monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, "subquad.evaluation.harness", raising=False)
     assert main(["eval", str(folders / "ours"), *OURS]) == 1
-    assert f"not installed: {install('subquad[eval]')}" in capsys.readouterr().err
+    line = install("subquad[eval]")
+    assert f"evaluating tasks needs lm_eval, which is not installed: {line}" in capsys.readouterr().err

@@ -8,8 +8,8 @@ import pytest
 
 from subquad import attention
 from subquad.attention.laws import Law
-from subquad.cli.arguments import in_yaml
 from subquad.cli.listing import CELL, markdown
+from subquad.cli.parser import in_yaml
 from subquad.cli.tables import WIDTH
 from subquad.models.stacks import STACKS
 from subquad.options import options

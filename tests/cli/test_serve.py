@@ -29,7 +29,7 @@ def test_a_key_of_the_environment_is_checked_too(refused, monkeypatch):
 def test_without_the_extra_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, "subquad.serving.app", raising=False)
-    message = r"subquad serve needs uvicorn: .* -m pip install 'subquad\[serve\]'"
+    message = r"subquad serve needs uvicorn, which is not installed: .* -m pip install 'subquad\[serve\]'"
     with pytest.raises(ImportError, match=message):
         run(["nowhere"])
 

@@ -170,7 +170,9 @@ def test_without_a_network_a_dataset_is_one_error_at_once(reader, monkeypatch):
 @pytest.mark.parametrize("reader", [open_source, load_images, hub_parts])
 def test_a_dataset_needs_its_extra(reader, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"'hf:a/b' needs the package datasets.* pip install 'subquad\[datasets\]'"):
+    with pytest.raises(
+        ImportError, match=r"'hf:a/b' needs datasets, which is not installed: .* pip install 'subquad\[datasets\]'"
+    ):
         reader("hf:a/b")
 
 

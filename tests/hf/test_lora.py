@@ -244,5 +244,7 @@ def test_folders_without_a_base_are_named_by_what_they_hold(tmp_path):
 
 def test_without_peft_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match=r"LoRA needs PEFT: .* -m pip install 'subquad\[peft\]'"):
+    with pytest.raises(
+        ImportError, match=r"LoRA needs peft, which is not installed: .* -m pip install 'subquad\[peft\]'"
+    ):
         lora.add_adapter(language_model(), rank=2)

@@ -7,7 +7,6 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
@@ -19,6 +18,7 @@ from subquad.evaluation.audit.adapters import Adapter, adapter_for
 from subquad.evaluation.audit.case import Case, compare, limit
 from subquad.evaluation.audit.probe import DTYPES, Probe, Refused, growth, make_probe
 from subquad.evaluation.audit.report import CHECKS, AuditReport, Check, Replayed
+from subquad.evaluation.provenance import version_of
 from subquad.inference import device_of
 from subquad.version import __version__
 
@@ -116,10 +116,11 @@ def audit(
     order = list(CHECKS)
     done = tuple(sorted(audited.checks, key=lambda check: order.index(check.name)))
     named = f"{type(model).__name__} ({sum(p.numel() for p in model.parameters()):,} parameters)"
+    transformers = version_of("transformers")
     versions = {
         "subquad": __version__,
         "torch": torch.__version__,
-        "transformers": version("transformers"),
+        **({"transformers": transformers} if transformers else {}),
         "python": platform.python_version(),
     }
     return AuditReport(named, config.to_dict(), arithmetic, done, versions)
