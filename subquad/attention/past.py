@@ -5,6 +5,7 @@ not depend on the interpreter. A memory is an immutable value that holds what to
 
     slots                                   the names of its entries in a state, after its own name
     read(q, before, at) -> (y, after)       what queries find, and the entries after these tokens
+    write(before, at) -> after              the entries alone, if they cost much less
     read_all(q, at) -> y                    the bidirectional form
     literal(q, causal) -> y                 the definition: dense weights times values
     summary(), merge, empty, begin          a monoid over stretches of tokens, for other processes
@@ -20,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -249,22 +251,31 @@ class Draft(Past):
 
         `given` are the entries before them (None: there are none). Nothing is projected again.
         """
-        before = None if given is None else State(given)
-        lengths_B = self.lengths
-        if isinstance(lengths, Tensor) or lengths < self.tokens:
-            lengths_B = torch.as_tensor(lengths, device=self.device).expand(self._like_BT0.shape[0])
-        past = Past(self._like_BT0, before, lengths_B)
+        n, lengths_B = self.tokens, self.lengths
+        if isinstance(lengths, Tensor):
+            lengths_B = lengths.to(self.device).expand(self._like_BT0.shape[0])
+        else:
+            n, lengths_B = lengths, None if lengths_B is None else lengths_B.clamp(max=lengths)
+        past = Past(self._like_BT0[:, :n], None if given is None else State(given), lengths_B)
         for name, memory, q, first in self._reads:
             at = past if first is None else past.first(*first)
             if at is not None:
                 held = None if at.given is None else tuple([at.given[name + slot] for slot in memory.slots])
-                at.read(Kept(at, name, memory, held), q)
+                written = first_tokens(memory, n)
+                after = written.write(held, at) if hasattr(written, "write") else written.read(q[:, :, :n], held, at)[1]
+                at.entries |= {name + slot: x for slot, x in zip(memory.slots, after, strict=True)}
         for name, x_BSC, count in self._rows:
             end_B = None if lengths_B is None else lengths_B + count
-            past.entries[name] = last_slots(x_BSC[:, None], count, end_B)[:, 0]
+            past.entries[name] = last_slots(x_BSC[:, None, : count + n], count, end_B)[:, 0]
         if "handed" in self.entries:
             past.hand_on(self.entries["handed"])
         return past.entries
+
+
+def first_tokens(memory: Any, count: int) -> Any:
+    """Return a memory of the first `count` tokens: what tokens wrote is `[B, H, T]` or `[B, H, T, C]`."""
+    held = {name: x for name, x in vars(memory).items() if isinstance(x, Tensor) and x.ndim > 2}
+    return replace(memory, **{name: x[:, :, :count] for name, x in held.items()})
 
 
 _drafts: dict[int, list[Draft]] = {}

@@ -84,22 +84,32 @@ class KeyValues:
         sight, group = self.sight, at.group
         if before is None and group is not None:  # keys of unbounded reach go round the ranks
             return ring_attention(self._attend_near, q_BHTK, self.k, self.v, group), (self.k, self.v)
-        k, v, lengths, old = self.k, self.v, at.lengths, 0
+        k, v, lengths, after = self._written(before, at)
+        old = k.shape[2] - at.tokens
+        found = self._attend(q_BHTK, k, v, k.shape[2], q_start=at.start, k_start=at.start - old, lengths=lengths)
+        if sight.first:
+            # `far` allows only keys before the query, so empty slots are not seen.
+            far = attend(sight.far, q_BHTK, after[2], after[3], self.dropout_p, q_start=at.start)
+            found = merge_attention(*zip(found, far, strict=True))
+        return found[0] if self.sink_H is None else self._beside_sink(*found), after
+
+    def write(self, before: Tensors | None, at: Any) -> Tensors:
+        """Return the entries after these tokens, without outputs."""
+        return self._written(before, at)[3]
+
+    def _written(self, before: Tensors | None, at: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensors]:
+        """Return the keys and values at hand, their number in each row (None: all), and the entries after them."""
+        sight, k, v, lengths = self.sight, self.k, self.v, at.lengths
         if before is not None:
             k, v = appended(before[0], k), appended(before[1], v)
-            old = k.shape[2] - at.tokens
-            lengths = None if lengths is None else lengths + old
-        found = self._attend(q_BHTK, k, v, k.shape[2], q_start=at.start, k_start=at.start - old, lengths=lengths)
+            lengths = None if lengths is None else lengths + k.shape[2] - at.tokens
         kept = k.shape[2] if sight.reach is None else min(k.shape[2], sight.reach)
         after: Tensors = (last_slots(k, kept, lengths), last_slots(v, kept, lengths))
         if sight.first:
-            held = (None, None) if before is None else before[2:]
-            n = sight.first
+            held, n = (None, None) if before is None else before[2:], sight.first
             first = [first_slots(x[:, :, :n], y, at.start, n) for x, y in zip((self.k, self.v), held, strict=True)]
-            # `far` allows only keys before the query, so empty slots are not seen.
-            far = attend(sight.far, q_BHTK, first[0], first[1], self.dropout_p, q_start=at.start)
-            found, after = merge_attention(*zip(found, far, strict=True)), (*after, *first)
-        return found[0] if self.sink_H is None else self._beside_sink(*found), after
+            after = (*after, *first)
+        return k, v, lengths, after
 
     def read_all(self, q_BHTK: Tensor, at: Any) -> Tensor:
         """Return the outputs of the bidirectional form, whose pattern looks ahead."""
