@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from subquad.config import check_at_least
 from subquad.generation.batch_state import BatchState, DynamicBatchState, StaticBatchState
+from subquad.generation.prefix_cache import PrefixCache, PrefixCounts
 from subquad.generation.reading import Reading
 from subquad.generation.requests import Finished, Request, next_tokens
 from subquad.generation.sampling import SamplingConfig
@@ -20,15 +21,22 @@ class BatchDecoder:
     """Decode many sequences together: a step reads one token of each, which costs little more than one sequence.
 
     A sequence joins when a slot is free and leaves when it ends. It gets the tokens that it would get with the other
-    slots empty; each sequence with a seed has its own random numbers. A prompt is read before its sequences join,
-    `prefill_chunk` tokens a step, so that long prompts don't stall the others (`PerceiverAR` reads it in one piece).
+    slots empty; each sequence with a seed has its own random numbers. A prompt is read before its sequences join, in
+    pieces that end at multiples of `prefill_chunk` tokens. A step reads pieces until they have so many tokens, always
+    fewer than twice as many, so that long prompts don't stall the others (`PerceiverAR` reads a prompt in one piece).
     Shapes are static, so the step is recorded once (decision 0030; not with `record=False`), `compile=True` compiles it
     once and CUDA graphs can replay it. `PerceiverAR` has no static shapes: its steps call the model. `draft` makes what
     guesses a sequence's next tokens: a step reads guesses too, and may give several tokens of a sequence.
 
+    With `prefix_bytes` the states after whole pieces of prompts are kept in so many bytes of the host's memory; the
+    least recently used ones go first. A prompt that begins as an earlier one reads only what follows the last piece
+    whose state is kept, and its state is bitwise the one without reuse. Generated tokens are not read in pieces, so a
+    chat's next turn reads its last answer again. Make a new decoder when the model's weights change.
+
     States of constant size need no more memory for longer texts. If the state grows (`full`), a sequence may have
     `max_context` tokens in all, and each slot reserves memory for them. Not thread-safe. Raises `ValueError` for
-    numbers below 1, and for `compile` with a `PerceiverAR` or a draft.
+    numbers below 1, for `compile` with a `PerceiverAR` or a draft, and for `prefix_bytes` with a `PerceiverAR` or
+    beyond the host's memory.
     """
 
     def __init__(
@@ -38,12 +46,14 @@ class BatchDecoder:
         *,
         slots: int = 16,
         max_context: int = 4096,
-        prefill_chunk: int = 512,
+        prefill_chunk: int = 256,
+        prefix_bytes: int = 0,
         compile: bool = False,
         record: bool = True,
         draft: MakeDraft | None = None,
     ) -> None:
         check_at_least(1, slots=slots, max_context=max_context, prefill_chunk=prefill_chunk)
+        check_at_least(0, prefix_bytes=prefix_bytes)
         self.slots = slots
         self.max_context, self._limited_by = _limit(model, max_context)
         self._model = model
@@ -55,6 +65,12 @@ class BatchDecoder:
             raise ValueError(
                 "compile=True needs steps of one token, and with a draft they read guesses: set compile=False"
             )
+        if prefix_bytes and model.predicts_last is not None:
+            raise ValueError(
+                f"prefix_bytes={prefix_bytes} needs prompts that are read in pieces, but {model.config.attention} "
+                "reads them in one: set prefix_bytes=0"
+            )
+        self._prefixes = PrefixCache(prefix_bytes) if prefix_bytes else None
         self._batch_state: BatchState
         self._guessing = None if draft is None else SpeculativeBatchState(model, slots, draft)
         if self._guessing is not None:
@@ -87,6 +103,11 @@ class BatchDecoder:
     def guesses(self) -> tuple[int, int]:
         """Return how many guesses were right, and how many there were."""
         return (0, 0) if self._guessing is None else (self._guessing.accepted, self._guessing.guessed)
+
+    @property
+    def prefixes(self) -> PrefixCounts:
+        """Return how often prompts began as earlier ones, and what is kept of those."""
+        return PrefixCounts() if self._prefixes is None else self._prefixes.counts
 
     @property
     def state_bytes(self) -> int:
@@ -147,7 +168,14 @@ class BatchDecoder:
         if state is not None:
             self._model.check_state(state, 1)
             seen = int(state.seen)
-        reading = Reading(self._model, prompt, state, top=prompt_logprobs)
+        reading = Reading(
+            self._model,
+            prompt,
+            state,
+            piece=self._prefill_chunk,
+            top=prompt_logprobs,
+            prefixes=self._prefixes,
+        )
         requests = []
         for sampling in samplings:
             self._check_room(seen, len(reading.unread), sampling.max_tokens, state)
@@ -197,7 +225,7 @@ class BatchDecoder:
             self._end(request, "cancelled")
 
     def step(self) -> list[tuple[Request, int]]:
-        """Read waiting prompts, `prefill_chunk` tokens of them, then one token in each slot; return the new tokens.
+        """Read pieces of waiting prompts, then one token in each slot; return the new tokens.
 
         They are in the order of the slots, and one sequence's in the order of its text. A request with non-finite
         logits ends with `error`; the others continue.
@@ -221,7 +249,7 @@ class BatchDecoder:
             reading = request.reading
             assert reading is not None
             try:
-                budget -= reading.read(budget)
+                budget -= reading.read()
             except (ValueError, ArithmeticError, RuntimeError) as error:  # out of memory for a long prompt, say
                 for other in [other for other in self._waiting if other.reading is reading]:
                     self._end(other, "error", error)

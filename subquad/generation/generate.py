@@ -54,9 +54,10 @@ def generate(
     `repetition_penalty` makes tokens of the prompt and of the continuation less likely; `presence_penalty` once and
     `frequency_penalty` each time those of the continuation; `logit_bias` adds to the logits of tokens. `seed` makes a
     sample repeatable. A token of `stop_tokens` ends the sequence and is its last token, after at least `min_tokens`
-    others. The prompt follows the tokens read into `state` and is read `prefill_chunk` tokens at a time (by a
-    `PerceiverAR` in one piece). If the state has a constant size, `record` says whether the step is recorded
-    (decision 0030); None records it if `max_new_tokens` is at least `RECORD_FROM`. The log says whether it is.
+    others. The prompt follows the tokens read into `state` and is read in pieces that end at multiples of
+    `prefill_chunk` tokens (by a `PerceiverAR` in one piece). If the state has a constant size, `record` says whether
+    the step is recorded (decision 0030); None records it if `max_new_tokens` is at least `RECORD_FROM`. The log says
+    whether it is.
 
     Raises `ValueError` for an empty prompt, a token outside the vocabulary or a number out of range.
     """
@@ -97,7 +98,7 @@ class Generation(Iterator[int]):
         draft: MakeDraft | None = None,
     ) -> None:
         self._model, self._sampling, self._record, self._draft = model, sampling, record, draft
-        self._reading = Reading(model, prompt, state)
+        self._reading = Reading(model, prompt, state, piece=sampling.prefill_chunk)
         self._request = Request(model, self._reading, sampling, stop_tokens=stop_tokens)
         self._batch_state: BatchState | None = None
         self._guessing: SpeculativeBatchState | None = None
@@ -117,9 +118,9 @@ class Generation(Iterator[int]):
         return (0, 0) if self._guessing is None else (self._guessing.accepted, self._guessing.guessed)
 
     def prefill(self) -> None:
-        """Read all but the last token of the prompt, in chunks; the first token does this too."""
+        """Read all but the last token of the prompt, in pieces; the first token does this too."""
         with inference(self._model):
-            while self._batch_state is None and self._reading.read(self._sampling.prefill_chunk):
+            while self._batch_state is None and self._reading.read():
                 pass
 
     def read_all(self) -> State:

@@ -24,6 +24,7 @@ from subquad import training
 from subquad.data.special_tokens import special_ids
 from subquad.data.tokenizers import vocab_size
 from subquad.generation import BatchDecoder, SamplingConfig, TextStream
+from subquad.generation.prefix_cache import default_bytes
 from subquad.generation.speculative import MakeDraft
 from subquad.serving import answers
 from subquad.serving.answers import error_replies
@@ -426,6 +427,7 @@ def serve(
         slots=config.slots,
         max_context=config.max_context,
         prefill_chunk=config.prefill_chunk,
+        prefix_bytes=default_bytes(loaded.decoder) if config.prefix_bytes is None else config.prefix_bytes,
         draft=draft,
     )
     parameters = sum(parameter.numel() for parameter in loaded.decoder.parameters())

@@ -25,8 +25,11 @@ class ServeConfig(Config):
     """Most log-probabilities of an answer: of each of its tokens, and of the likeliest ones in its place."""
     max_body: int = 1 << 22
     """Most bytes of a request's body."""
-    prefill_chunk: int = 512
-    """Prompt tokens read between two tokens of the running sequences."""
+    prefill_chunk: int = 256
+    """Prompt tokens read between two tokens of the running sequences; prompts are read in pieces of so many."""
+    prefix_bytes: int | None = None
+    """Most bytes of the host's memory for states after the pieces of prompts. A prompt that begins as an earlier one
+    reads only what follows the last piece that is kept. 0: none; null: 1 GiB, or an eighth of the memory if less."""
     client_seconds: float = 30.0
     """Seconds for a client to send a request's body, or to accept a piece of the answer, before it is disconnected.
     Connections that never send a whole request head stay open: limit those by a proxy."""
@@ -37,7 +40,7 @@ class ServeConfig(Config):
 
     def __post_init__(self) -> None:
         self.check_least(slots=1, max_prompt=1, max_tokens=1, max_requests=1, max_body=1, prefill_chunk=1)
-        self.check_least(max_logprobs=0)
+        self.check_least(max_logprobs=0, prefix_bytes=0)
         for name in ("max_seconds", "client_seconds"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")

@@ -216,7 +216,7 @@ class Engine:
     def _fail(self, error: Exception) -> None:
         """Record the decoder's exception and end all jobs."""
         self.failure = error
-        self.load = Load(0, 0, 0, 0)
+        self.load = self.load._replace(running=0, waiting=0, free=0, state_bytes=0)
         down = DownError("the decoder has failed and the server must be restarted")
         for job in tuple(self._jobs):
             self._refuse(job, down)
@@ -253,7 +253,7 @@ class Engine:
             try:
                 command = self._commands.get_nowait()
             except Empty:
-                self.load = Load(decoder.running, decoder.waiting, decoder.free, decoder.state_bytes)
+                self.load = Load(decoder.running, decoder.waiting, decoder.free, decoder.state_bytes, decoder.prefixes)
                 if self._requests:
                     return True
                 command = self._commands.get()

@@ -16,6 +16,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 
+from subquad.generation.prefix_cache import PrefixCounts
 from subquad.version import __version__
 
 __all__ = ["CONTENT_TYPE", "Load", "Metrics"]
@@ -30,6 +31,7 @@ class Load(NamedTuple):
     waiting: int
     free: int
     state_bytes: int
+    prefixes: PrefixCounts = PrefixCounts()
 
 
 class Metrics:
@@ -53,6 +55,13 @@ class Metrics:
         self._slots = gauge("subquad_slots", "Sequences that can be decoded together.")
         self._free = gauge("subquad_slots_free", "Empty slots.")
         self._state = gauge("subquad_state_bytes", "Bytes of the decoder's state, over all slots.")
+        tokens = "Tokens of prompts that were not read, as an earlier prompt began with them."
+        self._prefix_hits = counter("subquad_prefix_hits", "Prompts that began as an earlier one.")
+        self._prefix_misses = counter("subquad_prefix_misses", "Other prompts of at least one whole piece.")
+        self._prefix_tokens = counter("subquad_prefix_tokens", tokens)
+        self._prefix_evictions = counter("subquad_prefix_evictions", "Kept states that made room for others.")
+        self._prefix_bytes = gauge("subquad_prefix_bytes", "Bytes of kept states after the pieces of prompts.")
+        self._counted = PrefixCounts()
         first, later = "Seconds from a request to its first token.", "Seconds from a sequence's token to its next."
         self._first_token = histogram("subquad_time_to_first_token_seconds", first, buckets=FIRST_TOKEN)
         self._next_token = histogram("subquad_time_per_token_seconds", later, buckets=NEXT_TOKEN)
@@ -81,4 +90,11 @@ class Metrics:
         self._slots.set(slots)
         self._free.set(load.free)
         self._state.set(load.state_bytes)
+        now, before = load.prefixes, self._counted
+        self._prefix_hits.inc(now.hits - before.hits)
+        self._prefix_misses.inc(now.misses - before.misses)
+        self._prefix_tokens.inc(now.tokens - before.tokens)
+        self._prefix_evictions.inc(now.evictions - before.evictions)
+        self._prefix_bytes.set(now.nbytes)
+        self._counted = now
         return generate_latest(self.registry).decode()

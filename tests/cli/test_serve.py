@@ -34,6 +34,12 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch):
         run(["nowhere"])
 
 
+def test_more_memory_for_prompts_than_there_is_is_an_error(tmp_path):
+    folder = save_model(tmp_path, attention="window", tokenizer="bytes")
+    with pytest.raises(ValueError, match=f"prefix_bytes must be at most the host's memory, .* got {1 << 62}"):
+        run([str(folder), "--port", "0", "--prefix_bytes", str(1 << 62)])
+
+
 def test_a_port_that_is_taken_is_an_error(tmp_path):
     folder = save_model(tmp_path, attention="window", tokenizer="bytes")
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="Address already in use"):

@@ -41,12 +41,13 @@ def test_guesses_change_no_token(name):
     model = make(name)
     for options in (GREEDY, SAMPLED):
         expected = list(generate(model, TEXT, **options))
-        for draft, least, most in ((partial(Right, TEXT + expected), 0.8, 1.0), (Wrong, 0.0, 0.5)):
+        for draft in (partial(Right, TEXT + expected), Wrong):
             found = generate(model, TEXT, **options, draft=draft)
             assert list(found) == expected
             right, made = found.guesses
-            assert least * made <= right <= most * made
             assert made > 0
+            # A guess that ends the text is not counted: the text's last token is never read.
+            assert right <= made / 2 if draft is Wrong else right >= made - 1
 
 
 @pytest.mark.parametrize("draft", [Wrong, Right])

@@ -14,6 +14,7 @@ import torch
 from starlette.testclient import TestClient
 
 from subquad.data import load_tokenizer
+from subquad.generation.prefix_cache import PrefixCounts
 from subquad.models import Decoder, DecoderConfig
 from subquad.serving import ServeConfig
 from subquad.serving.app import Served, make_app
@@ -37,7 +38,7 @@ class ScriptedDecoder:
     token `broken` ends with an error.
     """
 
-    max_context, state_bytes = None, 1000
+    max_context, state_bytes, prefixes = None, 1000, PrefixCounts(hits=3)
 
     def __init__(self, slots=4, on_add=lambda prompt: None, on_step=lambda: None, broken=None):
         self.slots, self.on_add, self.on_step, self.broken = slots, on_add, on_step, broken

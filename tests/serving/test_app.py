@@ -70,6 +70,18 @@ def test_guesses_change_no_answer(model, stream):
     assert found[0] == found[1]
 
 
+def test_a_prompt_that_begins_as_an_earlier_one_is_not_read_again(model):
+    decoder = BatchDecoder(model, slots=2, prefill_chunk=8, prefix_bytes=1 << 20)
+    with served(decoder) as client:
+        for prompt in ("a shared beginning", "a shared beginning, and more", "short"):
+            (choice,) = choices(client, prompt=prompt, temperature=0, max_tokens=6)
+            assert choice["text"] == alone(model, prompt, temperature=0, max_tokens=6)
+        text = client.get("/metrics").text
+    for line in ("hits_total 1", "misses_total 1", "tokens_total 16", "evictions_total 0"):
+        assert f"\nsubquad_prefix_{line}.0\n" in text
+    assert f"\nsubquad_prefix_bytes {float(decoder.prefixes.nbytes)}\n" in text
+
+
 @pytest.mark.parametrize("sampling", [
     {"temperature": 0.7, "seed": 5}, {"temperature": 1.5, "seed": 5, "top_k": 3}, {"seed": 5, "top_p": 0.3},
     {"seed": 5, "min_p": 0.5}, {"temperature": 0, "repetition_penalty": 3.0},

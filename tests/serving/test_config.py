@@ -9,6 +9,7 @@ from subquad.serving import ServeConfig
     *((name, 0, "at least 1") for name in ("slots", "max_prompt", "max_tokens", "max_body", "prefill_chunk")),
     ("max_requests", -1, "at least 1"),
     ("max_logprobs", -1, "at least 0"),
+    ("prefix_bytes", -1, "at least 0"),
     ("max_seconds", 0.0, "above 0 and finite"),
     ("client_seconds", float("inf"), "above 0 and finite"),
     ("grace_seconds", -1.0, "at least 0 and finite"),

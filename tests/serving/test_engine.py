@@ -148,7 +148,9 @@ def test_a_failed_decoder_makes_the_server_unhealthy(caplog):
         for answer in (client.get("/health"), client.post(PATH, json={"prompt": "a"})):
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
             assert "the decoder has failed and the server must be restarted: out of memory" in answer.text
-        assert client.get("/metrics").status_code == 200
+        numbers = client.get("/metrics").text
+        assert "\nsubquad_slots_free 0.0\n" in numbers
+        assert "\nsubquad_prefix_hits_total 3.0\n" in numbers, "a counter never falls"
     assert "the decoder has failed; the server answers 503 from now on" in caplog.text
 
 

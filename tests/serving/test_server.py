@@ -183,7 +183,8 @@ async def soak(process, seconds, streams, disturbers=0):
 @pytest.mark.timeout(SOAK_SECONDS + 180)
 @pytest.mark.parametrize(("streams", "disturbers"), [(64, 0), (16, 4)], ids=["streams", "beside bad requests"])
 def test_many_streams_for_minutes_without_an_error_or_growth(run_folder, streams, disturbers):
-    with server(run_folder, "--slots", str(streams), "--max_requests", str(2 * streams)) as process:
+    options = {"slots": streams, "max_requests": 2 * streams, "prefill_chunk": 32}
+    with server(run_folder, *(f"--{name}={value}" for name, value in options.items())) as process:
         counts, memory, seconds = asyncio.run(soak(process, SOAK_SECONDS, streams, disturbers))
         warm = min(60.0, SOAK_SECONDS / 4)
         # Bodies of 4 MiB come and go: their peak then is compared with their peak now, and what lies below likewise.
@@ -204,6 +205,7 @@ def test_many_streams_for_minutes_without_an_error_or_growth(run_folder, streams
     assert counts["errors"] == 0
     assert counts["streams"] >= streams
     assert found["subquad_slots_free"] == streams
+    assert found["subquad_prefix_tokens_total"] > found["subquad_prompt_tokens_total"] / 4, "their prompts begin alike"
     statuses = Counter()
     for name, value in found.items():
         if match := re.fullmatch(r'subquad_requests_total\{.*status="(\d+)"\}', name):
