@@ -248,18 +248,21 @@ class Engine:
 
     def _thread_obey(self) -> bool:
         """Run the queued commands, or wait for one if nothing is decoded; return False when told to end."""
-        decoder = self._decoder
         while True:
             try:
                 command = self._commands.get_nowait()
             except Empty:
-                self.load = Load(decoder.running, decoder.waiting, decoder.free, decoder.state_bytes, decoder.prefixes)
+                self._thread_note_load()
                 if self._requests:
                     return True
                 command = self._commands.get()
             if command is None:
                 return False
             command()
+
+    def _thread_note_load(self) -> None:
+        decoder = self._decoder
+        self.load = Load(decoder.running, decoder.waiting, decoder.free, decoder.state_bytes, decoder.prefixes)
 
     def _thread_add(self, job: Job) -> None:
         try:
@@ -305,4 +308,5 @@ class Engine:
             events += [(job, event(token, logprob=logprob)) for token, logprob in others]
             events.append((job, event(last, end=end, limit=limit, error=request.error, logprob=logprob)))
         if events:
+            self._thread_note_load()  # before an answer ends: who has it may ask for the load
             self._thread_tell(self._deliver, events)
