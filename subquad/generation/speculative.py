@@ -23,7 +23,7 @@ from subquad.models.rollback import Rollback
 from subquad.ops.padding import real_slots
 from subquad.state import State
 
-GUESSES = 8
+GUESSES = 4
 """Most tokens that are guessed at once."""
 
 
