@@ -145,8 +145,9 @@ def test_a_model_guesses_its_own_text(name):
     expected = list(generate(model, TEXT, **GREEDY))
     found = generate(model, TEXT, **GREEDY, draft=partial(ModelDraft, model))
     assert list(found) == expected
-    assert found.guesses[0] == found.guesses[1] > 0
-    assert ModelDraft(make("learned")).guess([1] * 60, GUESSES) == []  # its positions end
+    right, made = found.guesses
+    assert made - 1 <= right > 0
+    assert ModelDraft(make("learned")).guess([1] * 62, GUESSES) == []  # its positions end
 
 
 def test_a_draft_is_not_compiled():
