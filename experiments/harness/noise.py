@@ -92,9 +92,9 @@ def pooled(rows: Sequence[Row], metric: str) -> Noise:
     """Return the standard deviation of `metric` between seeds, pooled over groups of rows that differ only in the seed.
 
     Two or three seeds estimate the spread of one arm badly; pooling helps if all arms have a similar spread. A group
-    whose own is more than `APART` times that of the others is left out.
+    whose own is more than `APART` times that of the others is left out, and so are values that are not finite.
     """
-    known = [row for row in rows if _is_number(row.get(metric))]
+    known = [row for row in rows if _is_number(row.get(metric)) and math.isfinite(row[metric])]
     labels = _labels(known, metric)
     groups: dict[str, list[float]] = {}
     for row in known:

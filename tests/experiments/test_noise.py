@@ -63,6 +63,13 @@ def test_the_noise_is_pooled_over_rows_that_differ_only_in_the_seed():
     assert math.isnan(pooled(rows(a=[1.0], b=[2.0]), "loss").deviation)
 
 
+def test_a_loss_that_is_not_finite_has_no_part_in_the_noise():
+    rows = [{"arm": arm, "seed": seed, "loss": loss} for arm, *losses in (("a", 1.0, 2.0), ("b", 1.0, 2.0))
+            for seed, loss in enumerate(losses)]  # fmt: skip
+    diverged = [*rows, {"arm": "b", "seed": 2, "loss": -math.inf}, {"arm": "a", "seed": 2, "loss": math.nan}]
+    assert pooled(diverged, "loss") == pooled(rows, "loss")
+
+
 def test_with_one_seed_integers_identify_rows_and_floats_are_measured():
     timed = [(images, images + off) for images in (1, 2) for off in (0.0, 2.0)]
     repeats = [{"arm": "a", "seed": 0, "images": n, "seconds": s, "speed": 1 / s} for n, s in timed]

@@ -275,8 +275,9 @@ def test_cost_counts_layers_for_every_pass_and_the_head_for_every_loss(name, fie
     weights = [p.clone() for p in model.parameters()]
     cost, layer, config = model.cost(50), model.blocks()[0].attention.cost(50), model.config
     layers, heads = 2 * config.loops, config.loops if config.loop_loss == "all" else 1
-    for field in ("mixing_flops", "score_entries", "unmasked_entries", "state_bytes"):
+    for field in ("mixing_flops", "score_entries", "unmasked_entries"):
         assert getattr(cost, field) == layers * getattr(layer, field)
+    assert cost.state_bytes == model.read(torch.zeros(1, 50, dtype=torch.long)).nbytes
     feedforward = sum(p.numel() for p in model.blocks()[0].feedforward.parameters())
     head = small.VOCABULARY * 16 + 2 * small.VOCABULARY * (config.lookup or 0)
     rest = 100 * (layers * feedforward + heads * head)

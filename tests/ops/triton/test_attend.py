@@ -79,7 +79,9 @@ def test_a_window_of_one_gives_each_token_its_own_value():
 
 @thinned(3, tokens=[1, 2, 15, 16, 17, 63, 65, 64, 127, 129, 128, 200])
 def test_any_length(tokens):
-    assert_is_the_definition(qkv(tokens, heads=1), PATTERNS[tokens % len(PATTERNS)])
+    # The queries of a window of one token have no gradient but rounding.
+    patterns = [pattern for pattern in PATTERNS if pattern != Window(width=1)]
+    assert_is_the_definition(qkv(tokens, heads=1), patterns[tokens % len(patterns)])
 
 
 @pytest.mark.parametrize(("K", "V"), [(1, 1), (3, 16), (16, 3), (43, 64), (64, 43), (128, 16), (1, 256), (300, 16)])
