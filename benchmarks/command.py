@@ -11,12 +11,23 @@ from typing import Any, Literal
 from jsonargparse import Namespace
 from rich.text import Text
 
-from benchmarks.config import DTYPES, BenchConfig, DecodeConfig, LayersConfig, ModelConfig, OpsConfig
+from benchmarks.config import (
+    DTYPES,
+    BenchConfig,
+    DecodeConfig,
+    LayersConfig,
+    ModelConfig,
+    OpsConfig,
+    PrecisionConfig,
+    PrecisionSpeedConfig,
+)
 from benchmarks.decode import check_decode, measure_decode
 from benchmarks.layers import check_layers, measure_layers
 from benchmarks.model import check_model, measure_model
 from benchmarks.ops import check_ops, measure_ops
 from benchmarks.plots import save
+from benchmarks.precision import check_precision, measure_precision
+from benchmarks.precision_speed import check_precision_speed, measure_precision_speed
 from benchmarks.report import Report, notes
 from subquad.cli import guarded
 from subquad.cli.arguments import Parser
@@ -34,6 +45,8 @@ what:
   layers   whole attention layers of every causal mechanism, beside full attention
   model    training steps and prefill of whole decoders, beside transformers' Llama
   decode   one token after contexts of several lengths, beside transformers' Llama and steps written by hand
+  precision        errors of states and weights in float16, bfloat16 and int8, against the length of the text
+  precision_speed  tokens/s of weights in float16, bfloat16 and int8, at about 20 and 100 million parameters
 
   python -m benchmarks ops --tokens 1024,4096 --out results
   python -m benchmarks ops --mechanisms latte --latents 16,32,64,128,256
@@ -47,6 +60,8 @@ BENCHMARKS: dict[str, tuple[type[BenchConfig], Callable[[Any], None], Callable[.
     "layers": (LayersConfig, check_layers, measure_layers),
     "model": (ModelConfig, check_model, measure_model),
     "decode": (DecodeConfig, check_decode, measure_decode),
+    "precision": (PrecisionConfig, check_precision, measure_precision),
+    "precision_speed": (PrecisionSpeedConfig, check_precision_speed, measure_precision_speed),
 }
 _DECODER = {"layers": 12, "dim": 768, "heads": 12, "vocab": 32768}
 ON_GPU: dict[str, dict[str, Any]] = {
@@ -54,6 +69,8 @@ ON_GPU: dict[str, dict[str, Any]] = {
     "layers": {"dtype": "bfloat16"},
     "model": _DECODER,
     "decode": {"dtype": "bfloat16", **_DECODER, "contexts": [1000, 10000, 100000]},
+    "precision": {},
+    "precision_speed": {},
 }
 """Defaults on a GPU that differ from those on a CPU."""
 

@@ -189,6 +189,82 @@ class DecodeConfig(DecoderSizes):
     """Tokens that prefill reads at a time."""
 
 
+def _all_causal() -> list[str]:
+    return ["full", *_causal()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig(BenchConfig):
+    """Settings of `measure_precision`: errors of states and weights in fewer bits."""
+
+    lists = ("mechanisms", "contexts")
+
+    mechanisms: list[str] = field(default_factory=_all_causal)
+    """Causal mechanisms."""
+    contexts: list[int] = field(default_factory=lambda: [64, 256, 1024, 4096, 8192])
+    """Lengths of text, in bytes, after which errors are measured."""
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Options of mechanisms, by the mechanism's name."""
+    layers: int = 2
+    """Number of layers."""
+    dim: int = 128
+    """Model width D."""
+    heads: int = 2
+    """Number of heads H."""
+    batch: int = 2
+    """Held-out texts."""
+    data: str = "stdlib"
+    """Text to train on and to hold out, as `subquad train --data.path` reads it."""
+    steps: int = 160
+    """Training steps of each model."""
+    train_tokens: int = 512
+    """Length of the training texts, in bytes."""
+    train_batch: int = 4
+    """Texts of a training step."""
+    rate: float = 3e-3
+    """Largest learning rate."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_own_dtypes(self.dtype)
+        if not self.rate > 0:
+            raise ValueError(f"rate must be above 0, got {self.rate}")
+
+
+SIZES = {
+    "1M": {"layers": 2, "dim": 128, "heads": 2, "vocab": 2048},
+    "20M": {"layers": 8, "dim": 384, "heads": 6, "vocab": 16384},
+    "100M": {"layers": 12, "dim": 768, "heads": 12, "vocab": 32768},
+}
+"""Sizes of decoders, by their number of parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionSpeedConfig(BenchConfig):
+    """Settings of `measure_precision_speed`: tokens/s of weights in fewer bits."""
+
+    lists = ("mechanisms", "sizes")
+
+    mechanisms: list[str] = field(default_factory=lambda: ["gated_delta_net", "latte", "window"])
+    """Causal mechanisms."""
+    sizes: list[str] = field(default_factory=lambda: ["20M", "100M"])
+    """Parameters of the decoders, about: 1M, 20M or 100M."""
+    threads: int = 1
+    """Threads of PyTorch."""
+    seconds: float = 12.0
+    """Approximate seconds for the repeats of one mechanism in one size."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_choices("size", self.sizes, list(SIZES))
+        _check_own_dtypes(self.dtype)
+
+
+def _check_own_dtypes(dtype: str) -> None:
+    if dtype != "float32":
+        raise ValueError(f"this benchmark measures each dtype beside float32, got dtype {dtype!r}: leave it out")
+
+
 def _check_counts(name: str, value: Any) -> None:
     """Raise `ValueError` for an empty list (except `backends` and `peers`) or an integer below 1."""
     values = value if isinstance(value, list) else [value]

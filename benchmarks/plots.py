@@ -37,8 +37,12 @@ Figures = dict[str, "Figure"]
 
 
 def draw(report: Report) -> Figures:
-    """Return the figures of a report by name; `time_2` goes on where `time` has as many lines as a panel may have."""
-    return {"ops": _ops, "layers": _layers, "model": _model, "decode": _decode}[report.what](report)
+    """Return the figures of a report by name; `time_2` goes on where `time` has as many lines as a panel may have.
+
+    Reports on precision have none.
+    """
+    made = {"ops": _ops, "layers": _layers, "model": _model, "decode": _decode}
+    return made[report.what](report) if report.what in made else {}
 
 
 def save(report: Report, folder: Path) -> list[Path]:

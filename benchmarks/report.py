@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from subquad.parsing import check_keys, read_json
 
-What = Literal["ops", "layers", "model", "decode"]
+What = Literal["ops", "layers", "model", "decode", "precision", "precision_speed"]
 Row = dict[str, Any]
 
 
@@ -35,7 +35,7 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """Result of one run of `measure_ops`, `measure_layers`, `measure_model` or `measure_decode`."""
+    """Result of one run of a benchmark, such as `measure_ops`."""
 
     what: What
     settings: dict[str, Any]
@@ -82,7 +82,15 @@ class Report:
 
     def grids(self) -> list[Grid]:
         """Return the tables."""
-        return {"ops": _ops, "layers": _ops, "model": _model, "decode": _decode}[self.what](self)
+        made: dict[str, Callable[[Report], list[Grid]]] = {
+            "ops": _ops,
+            "layers": _ops,
+            "model": _model,
+            "decode": _decode,
+            "precision": _precision,
+            "precision_speed": _precision_speed,
+        }
+        return made[self.what](self)
 
     def table(self) -> str:
         """Return the tables and notes in Markdown."""
@@ -243,6 +251,42 @@ def _decode(report: Report) -> list[Grid]:
             )
         )
     return [Grid(f"One decoded token: {setting(report)}", headers, lines)]
+
+
+def _precision(report: Report) -> list[Grid]:
+    s, lengths = report.settings, sorted(report.settings["contexts"])
+    sizes = f"{s['layers']} layers, width {s['dim']}, {s['heads']} heads, {s['steps']} training steps"
+    titles = {"state": "State stored in fewer bits", "weights": "Weights in fewer bits"}
+    headers = ("KL in nats after", "stored as", *(f"{n:,}" for n in lengths), "max error", "median", "bits/byte added")
+    grids = []
+    for part, title in titles.items():
+        rows = [row for row in report.rows if row.get("part") == part]
+        lines, last = [], ""
+        for name, stored in dict.fromkeys((row["name"], row["stored"]) for row in rows):
+            found = {row["tokens"]: row for row in rows if (row["name"], row["stored"]) == (name, stored)}
+            end = found[lengths[-1]]
+            added = f"{end['bits_per_byte'] - end['bits_per_byte_float32']:+.4f}"
+            errors = (short(found[n]["kl"]) for n in lengths)
+            ends = (short(end["max_relative"]), short(end["median_relative"]), added)
+            lines.append((name if name != last else "", stored, *errors, *ends))
+            last = name
+        grids.append(Grid(f"{title}: {sizes}, {described(report.provenance.get('machine', {}))}", headers, lines))
+    return grids
+
+
+def short(value: float) -> str:
+    """Format an error with one digit; rounding below zero is zero."""
+    return f"{max(0.0, value):.0e}".replace("e-0", "e-")
+
+
+def _precision_speed(report: Report) -> list[Grid]:
+    headers = ("", "stored as", *TIMES, "tokens/s", "times float32", "weights")
+    lines = []
+    for row, first in _grouped(report.rows):
+        faster, held = ratio(row, "times_float32"), size(row.get("weight_bytes"))
+        lines.append((row["label"] if first else "", row["stored"], *times(row), _tokens_per_s(row), faster, held))
+    machine = described(report.provenance.get("machine", {}))
+    return [Grid(f"One decoded token: batch {report.settings['batch']}, {machine}", headers, lines)]
 
 
 def _grouped(rows: Sequence[Row]) -> Iterable[tuple[Row, bool]]:

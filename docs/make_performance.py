@@ -12,6 +12,7 @@ from typing import Any
 import pages
 
 from benchmarks.plots import save
+from benchmarks.precision import summary
 from benchmarks.report import Report, size
 
 TITLES = {
@@ -19,6 +20,8 @@ TITLES = {
     "layers": "Layers",
     "model": "Training steps and prefill",
     "decode": "Decoding",
+    "precision": "Errors of fewer bits",
+    "precision_speed": "Decoding with fewer bits",
     "decode_65536": "Decoding after 1,024 and 65,536 tokens, against the step written by hand",
     "flex": "Operators beside FlexAttention",
     "fla": "Operators beside flash-linear-attention",
@@ -37,14 +40,14 @@ BOTH = ", forward + backward"
 def main() -> None:
     """Write the page, the files of tables and the pictures."""
     for stem in (f"{device}_{what}" for device in ("cpu", "gpu") for what in TITLES):
-        report = loaded(stem)
-        if report is not None:
+        if (report := loaded(stem)) is not None:
             (pages.RESULTS / f"{stem}.md").write_text(tables(stem, report), encoding="utf-8")
             if stem.partition("_")[2] in DRAWN:
                 for stale in set(pages.IMAGES.glob(f"{stem}_*.png")) - set(save(report, pages.IMAGES)):
                     stale.unlink()
     (pages.RESULTS / "five_mechanisms.md").write_text(five_mechanisms(), encoding="utf-8")
     pages.rewrite("performance.md", BLOCKS)
+    pages.rewrite("precision.md", PRECISION)
 
 
 def loaded(stem: str) -> Report | None:
@@ -199,6 +202,7 @@ def five_mechanisms() -> str:
 
 PARTS = (long_texts, layers, operators, models, decoding, peers)
 BLOCKS: pages.Blocks = {part.__name__.replace("_", "-"): part for part in PARTS}
+PRECISION = {"errors": lambda: summary(Report.load(pages.RESULTS / "cpu_precision.json")).markdown()}
 
 if __name__ == "__main__":
     main()

@@ -330,7 +330,7 @@ def _check_weights(header: Mapping[str, str], model: nn.Module, path: str | Path
     if header["weights"] != weights:
         raise ValueError(
             f"{path}: the state was made by a model of this configuration with other weights "
-            f"({header['weights']}, this model has {weights}); use the model that made it"
+            f"({header['weights']}, this model has {weights}); use the model that made it, in its dtype"
         )
 
 

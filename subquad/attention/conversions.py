@@ -42,7 +42,9 @@ def after_all_ranks(layer: Attention, state: State, device: Any) -> State:
 
 def converted(layer: Attention, state: State, convert: Convert) -> State:
     """Return the state with each memory's entries mapped by `convert`."""
-    none_B0D = next(layer.parameters()).new_zeros(state.batch or 1, 0, layer.config.dim)
+    # A layer whose weights are all integers has no parameters, and then its state has the dtype of its inputs.
+    like = next(x for x in (*layer.parameters(), *state.tensors()) if x.is_floating_point())
+    none_B0D = like.new_zeros(state.batch or 1, 0, layer.config.dim)
     past = Converted(none_B0D, state, convert)
     layer.mix(none_B0D, past)
     return State(past.entries, state.config_hash)

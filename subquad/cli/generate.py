@@ -19,6 +19,7 @@ from subquad import training
 from subquad.bars import progress
 from subquad.cli.arguments import RUN_HELP, Parser, check_output, picture_file
 from subquad.cli.drafts import DRAFT_HELP, draft_of
+from subquad.cli.precision import add_precision
 from subquad.cli.threads import keep_to_idle_cores
 from subquad.config import check_at_least
 from subquad.data.special_tokens import separator_id, special_ids
@@ -92,6 +93,7 @@ def make_parser() -> Parser:
     parser.add_optional("--adapter", ADAPTER_HELP)
     parser.add_optional("--draft", DRAFT_HELP)
     parser.add_device()
+    add_precision(parser)
     parser.add_class_arguments(SamplingConfig, None, as_group=False)
     parser.add_optional("--images", IMAGES_HELP, int)
     parser.add_optional("--out", OUT_HELP)
@@ -146,7 +148,9 @@ def _start(parser: Parser, asked: Namespace) -> Start:
         begins_itself = asked.texts is not None and asked.prompt is None and asked.prompt_file is None
         prompt = "" if begins_itself else _prompt(asked.prompt, asked.prompt_file)
     with parser.checking():
-        loaded = training.runs.load_run(asked.run, asked.device, asked.adapter)
+        loaded = training.runs.load_run(
+            asked.run, asked.device, asked.adapter, dtype=asked.dtype, quantize=asked.quantize
+        )
         if asked.decode is not None or asked.refill is not None:
             loaded.decoder.set_decode(asked.decode, asked.refill)
         state = read_state(loaded.decoder, asked.state_in)

@@ -11,6 +11,7 @@ from subquad import training
 from subquad.cli.arguments import RUN_HELP, Parser
 from subquad.cli.drafts import DRAFT_HELP, draft_of
 from subquad.cli.generate import ADAPTER_HELP
+from subquad.cli.precision import add_precision
 from subquad.cli.threads import keep_to_idle_cores
 from subquad.extras import needed
 from subquad.serving.config import ServeConfig
@@ -38,6 +39,7 @@ def make_parser() -> Parser:
     parser.add_optional("--adapter", ADAPTER_HELP)
     parser.add_optional("--draft", DRAFT_HELP)
     parser.add_device()
+    add_precision(parser)
     parser.add_class_arguments(ServeConfig, None, as_group=False)
     return parser
 
@@ -48,6 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     values = parser.parse_args(arguments).as_dict()
     folder, host, port, device, name = (values.pop(key) for key in ("run", "host", "port", "device", "name"))
     adapter, asked_draft = values.pop("adapter"), values.pop("draft")
+    dtype, quantize = values.pop("dtype"), values.pop("quantize")
     keep_to_idle_cores(device)
     api_key = values.pop("api_key")
     with parser.checking():
@@ -62,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
     with needed("subquad serve", "serve"):
         from subquad.serving.app import serve
     with parser.checking():
-        loaded = training.runs.load_run(folder, device, adapter)
+        loaded = training.runs.load_run(folder, device, adapter, dtype=dtype, quantize=quantize)
         draft = draft_of(asked_draft, loaded, device)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=1024) as listener:

@@ -33,9 +33,12 @@ WRITING = {
 """Functions that take the arguments of an operation and write its result to `out`."""
 IN_PLACE = {getattr(aten, name): getattr(Tensor, name) for name in ("add_", "addcmul_", "mul_", "scatter_", "sub_")}
 """Methods that take the arguments of an operation: a call through `torch.ops` takes a microsecond more."""
-READ_AHEAD = range(2**18, 2**20 + 1)
-"""Sizes, in bytes, of matrices that are summed before one row is multiplied by them. MKL's product reads a matrix that
-is not in the core's own cache at a quarter of the speed of a sum; after the sum it is there."""
+READ_AHEAD = 2**18
+"""Least bytes of a float32 matrix that is summed, a tile at a time, before one row is multiplied by it. MKL's product
+reads memory at half of the speed of a sum; after the sum the tile is in the core's own cache. Products in half
+precision read as fast as a sum."""
+TILE = 2**20
+"""Most bytes of a tile: what a core's own cache holds."""
 SHAPED = (aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full)
 """Operations that read only the shape of their tensor."""
 ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
@@ -175,10 +178,17 @@ def _directly(function: Any, out: Tensor, *args: Any, **kwargs: Any) -> Calls:
 
 
 def _multiplied(function: Any, out: Tensor, x_BC: Tensor, w_CD: Tensor) -> Calls:
-    calls = _directly(function, out, x_BC, w_CD)
-    if out.shape[0] == 1 and out.device.type == "cpu" and w_CD.nbytes in READ_AHEAD:
-        calls.insert(0, w_CD.t().sum)
-    return calls
+    whole, w_DC = _directly(function, out, x_BC, w_CD), w_CD.t()
+    one_row = out.shape[0] == 1 and out.device.type == "cpu" and out.dtype == torch.float32
+    if not one_row or w_DC.nbytes < READ_AHEAD or not w_DC.is_contiguous():
+        return whole
+    rows = max(1, TILE // (64 * w_DC.shape[1])) * 16  # kernels take up to 16 outputs at a time
+    calls: Calls = []
+    for tile_DC, part in zip(w_DC.split(rows), out.split(rows, 1), strict=True):
+        calls += [tile_DC.sum, *_directly(function, part, x_BC, tile_DC.t())]
+    for each in calls:
+        each()
+    return calls if torch.equal(out, torch.mm(x_BC, w_CD)) else whole
 
 
 def _copied(function: Any, out: Tensor, x: Tensor, **kwargs: Any) -> Calls:

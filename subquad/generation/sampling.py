@@ -148,7 +148,10 @@ def _bias(sampling: SamplingConfig, vocab_size: int) -> Tensor | None:
 def check_finite(logits: Tensor, /) -> None:
     """Raise `ValueError` if a logit is NaN or infinite."""
     if not bool(logits.isfinite().all()):
-        raise ValueError("the model's logits must be finite, got NaN or infinity; its weights may be damaged")
+        raise ValueError(
+            "the model's logits must be finite, got NaN or infinity; its weights may be damaged, "
+            "or too large for float16"
+        )
 
 
 def penalised(logits_V: Tensor, used_V: Tensor, penalty: float, /) -> Tensor:

@@ -26,6 +26,7 @@ from subquad.hf.image import SubquadImageConfig
 from subquad.hf.lora import is_adapter, is_extension
 from subquad.models import Decoder
 from subquad.models.image import ImageModel
+from subquad.models.precision import set_precision
 from subquad.parsing import read_json_mapping
 from subquad.program import command
 from subquad.training.config import TrainConfig
@@ -69,12 +70,20 @@ LoadedClassifier = Loaded[SubquadEncoderForSequenceClassification]
 LoadedImageModel = Loaded[ImageModel]
 
 
-def load_run(folder: str | Path, device: str = "auto", adapter: str | None = None) -> LoadedRun:
+def load_run(
+    folder: str | Path,
+    device: str = "auto",
+    adapter: str | None = None,
+    *,
+    dtype: str | None = None,
+    quantize: str | None = None,
+) -> LoadedRun:
     """Load a language model from a run folder, a checkpoint, or any folder with model files and `tokenizer.json`.
 
     `device` is `cpu`, or `auto` for a GPU if PyTorch finds one. The folder of a LoRA adapter is loaded with its base;
-    `adapter` is a folder of an adapter to apply to the model in `folder`. Raises `FileNotFoundError` for missing files
-    and `ValueError` for a model of another kind (classifier, images, probe, pretraining, other libraries).
+    `adapter` is a folder of an adapter to apply to the model in `folder`. `dtype` and `quantize` are those of
+    `set_precision`. Raises `FileNotFoundError` for missing files and `ValueError` for a model of another kind
+    (classifier, images, probe, pretraining, other libraries), and for `quantize` with an adapter.
     """
     folder, home = _model_folder(folder)
     if is_classifier(folder):
@@ -108,10 +117,14 @@ def load_run(folder: str | Path, device: str = "auto", adapter: str | None = Non
             f"{folder} holds a model of the probe {settings.probe.name}, which predicts no text; measure it with: "
             + command("probe", folder)
         )
+    own = folder if is_adapter(folder) else adapter
+    if quantize is not None and own is not None:
+        raise ValueError(f"quantize needs a model without an adapter; merge {own} first, with: {lora.merging(own)}")
     words = tokenizer_folder(folder)
     if not (words / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{words} holds no tokenizer.json; copy the one that the model was trained with there")
     model = _on_device(read_model(SubquadForCausalLM, folder, adapter), device)
+    set_precision(model.decoder, dtype, quantize)
     return LoadedRun(folder, model.decoder, load_tokenizer(words), settings)
 
 

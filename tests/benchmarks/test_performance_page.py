@@ -21,7 +21,7 @@ COMMANDS = [
     for block in re.findall(r"^```console\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     for line in block.splitlines()
 ]
-STEMS = ("cpu_ops", "cpu_layers", "cpu_model", "cpu_decode", "cpu_decode_65536", "five_mechanisms")
+STEMS = ("cpu_ops", "cpu_layers", "cpu_model", "cpu_decode", "cpu_decode_65536", "cpu_precision", "five_mechanisms")
 MACHINE = "a processor, PyTorch threads: 2"
 EARLIER = {"date": "2026-01-01", "commit": "old", "command": "", "found": {"latte, forward | T = 1,024": 5.0}}
 
@@ -37,6 +37,12 @@ def test_the_tables_are_those_of_the_results_and_the_pictures_are_there(make):
     assert make.pages.rewritten(PAGE, make.BLOCKS) == PAGE, "write them again: python docs/make_performance.py"
     assert set(re.findall(r"<!-- ([a-z-]+) -->", PAGE)) == set(make.BLOCKS)
     assert all((ROOT / "docs" / picture).is_file() for picture in re.findall(r"\]\((images/[^)]+)\)", PAGE))
+
+
+def test_the_table_of_precisions_is_that_of_the_results(make):
+    page = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
+    assert make.pages.rewritten(page, make.PRECISION) == page, "write it again: python docs/make_performance.py"
+    assert re.findall(r"<!-- ([a-z-]+) -->", page) == ["errors"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

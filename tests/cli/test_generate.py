@@ -74,6 +74,24 @@ def test_a_prompt_is_a_text_a_file_or_standard_input(text, tmp_path, monkeypatch
         assert text("--prompt", prompt, "--max_tokens", "1").startswith(prompt)
 
 
+@pytest.mark.parametrize("precision", ["--dtype float16", "--dtype bfloat16", "--quantize int8"])
+def test_a_text_of_each_precision_is_repeatable(text, precision):
+    arguments = ["--prompt", "w1 w2 w3", "--max_tokens", "70", "--temperature", "1", "--seed", "2", *precision.split()]
+    made = text(*arguments)
+    assert len(made.split()) == 73
+    assert text(*arguments) == made
+
+
+def test_a_state_is_continued_in_its_own_dtype(text, refused, run, tmp_path):
+    file = tmp_path / "state"
+    half = ("--dtype", "float16")
+    text(*ONE, "--max_tokens", "0", "--state-out", file, *half)
+    assert text("--prompt", "w2", "--state-in", file, *half)
+    message = refused("generate", run, "--prompt", "w2", "--state-in", file)
+    assert "with other weights" in message
+    assert "use the model that made it, in its dtype" in message
+
+
 def test_a_stop_string_is_not_printed(text):
     free = text("--prompt", "w1 w2 w3").split()
     stop = free[6]

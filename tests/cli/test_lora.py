@@ -135,6 +135,14 @@ def test_generate_reads_an_adapter_and_puts_one_on_a_base(runs, words, refused):
         assert message in refused("generate", runs / run, "--prompt", "w1", "--adapter", runs / adapter)
 
 
+def test_a_model_with_an_adapter_is_not_quantized_but_takes_a_dtype(runs, words, refused):
+    for asked in ([runs / "one"], [runs / "base", "--adapter", runs / "one"]):
+        message = refused("generate", *asked, "--prompt", "w1", "--quantize", "int8")
+        assert f"quantize needs a model without an adapter; merge {runs / 'one'} first, with: " in message
+        assert f"lora merge {runs / 'one'} --out" in message
+        assert words(*asked, "--dtype", "bfloat16")
+
+
 def test_eval_measures_the_adapted_model(runs, merged, printed, tmp_path):
     (tmp_path / "text.txt").write_text(" ".join(f"w{i * 7 % VOCABULARY}" for i in range(60)))
     losses = {}

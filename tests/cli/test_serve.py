@@ -15,6 +15,8 @@ BAD_KEY = "the API key must be printable ASCII, not empty and without spaces at 
     (["nowhere", "--port", "70000"], "port must be between 0 and 65535, got 70000"),
     (["nowhere", "--api_key", ""], BAD_KEY),
     (["nowhere", "--api_key", "clé"], BAD_KEY),
+    (["nowhere", "--dtype", "float8"], "dtype must be float32, bfloat16, float16 or null, got 'float8'"),
+    (["nowhere", "--quantize", "int4"], "quantize must be int8 or null, got 'int4'"),
     ([], "run"),
 ])  # fmt: skip
 def test_wrong_arguments_end_with_status_2(refused, arguments, match):

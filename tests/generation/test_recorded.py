@@ -6,12 +6,18 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from subquad.attention import build
 from subquad.attention.conversions import to_static_cache
-from subquad.generation import generate
+from subquad.generation import generate, replayed
 from subquad.generation.batch_state import StaticBatchState
 from subquad.generation.recorded import Recorded, joined
 from subquad.generation.replayed import Replayed
+from subquad.models.precision import set_precision
 from subquad.testing import assert_exact, assert_same_maths
 from tests.generation.models import MECHANISMS, make, numbers, with_models
+
+
+def random(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
 
 NAMED = ("loops", "hybrid", "sinks", "gated", "post", "diagonal")
 
@@ -35,6 +41,39 @@ def test_a_recorded_step_has_the_models_logits(name):
         last_11 = torch.tensor([[1]])
         for slot, state in enumerate(states):
             assert_same_maths(model(last_11, static.state_of(slot))[0], model(last_11, state)[0])
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@with_models(("gated", "latte", "window"), MECHANISMS)
+def test_recorded_steps_of_each_precision_are_those_called(name, dtype, quantize):
+    model = make(name).float()
+    set_precision(model, dtype, quantize)
+    static, called = StaticBatchState(model, 2, 40), StaticBatchState(model, 2, 40, record=False)
+    with torch.no_grad():
+        for token in range(5):
+            logits_BV = static.step([token, token + 1])
+            assert logits_BV.isfinite().all()
+            assert_exact(logits_BV, called.step([token, token + 1]))
+    if name != "elita":  # beyond its horizon it warns, and reads the count for that
+        assert isinstance(static._steps[False], Replayed)
+
+
+@pytest.mark.parametrize(("rows", "same", "calls"), [(1, True, 6), (1, False, 1), (2, True, 1)])
+def test_a_matrix_is_read_in_tiles_before_one_row_is_multiplied(rows, same, calls, monkeypatch):
+    """Three tiles of 16 outputs, each summed and multiplied; where a tile has other bits, the whole product."""
+    monkeypatch.setattr(replayed, "READ_AHEAD", 1)
+    monkeypatch.setattr(replayed, "TILE", 64 * 8)
+    if not same:
+        monkeypatch.setattr(torch, "equal", lambda x, y: False)
+    x, w = random(rows, 8), random(40, 8)
+    out = torch.zeros(rows, 40)
+    made = replayed._multiplied(torch.ops.aten.mm.default, out, x, w.t())
+    assert len(made) == calls
+    out.zero_()
+    for call in made:
+        call()
+    assert_exact(out, x @ w.t())
 
 
 def test_a_step_is_recorded_once_and_sees_changed_weights():
