@@ -23,6 +23,7 @@ from subquad.layers.head import new_head
 from subquad.models.classifier import Classifier, check_pair
 from subquad.models.encoder import EncoderConfig
 from subquad.models.pretraining import Hiding, Objective, PretrainingModel, check_hiding, denoising_loss, mask_token
+from subquad.ops.precision import at_least_float32
 
 EVALUATION_SEED = 0
 """Evaluations always hide the same tokens."""
@@ -187,7 +188,7 @@ class SubquadEncoderForSequenceClassification(EncoderModel):
                 raise ValueError(
                     f"labels must lie in 0..{classes - 1}, or be {IGNORED}, got {labels_B[wrong_B].tolist()}"
                 )
-        return F.cross_entropy(logits_BC.float(), labels_B, ignore_index=IGNORED)
+        return F.cross_entropy(at_least_float32(logits_BC), labels_B, ignore_index=IGNORED)
 
 
 class SubquadPretrainingConfig(fields_of(EncoderConfig, *LABELS), SubquadConfig):  # type: ignore[misc]

@@ -24,6 +24,7 @@ from subquad.data.tokenizers import encode_text, warn_of_carriage_returns
 from subquad.data.windows import PackedSetWindows, PackedWindows, SetWindows, Windows, windows_of
 from subquad.models.build import build_model
 from subquad.models.stacks import options_of
+from subquad.ops.precision import at_least_float32
 from subquad.training.config import TrainConfig
 from subquad.training.memory import check_fits
 from subquad.training.task import Batch, Task, count_items, fitted, preparing, rows, spread
@@ -169,7 +170,7 @@ class ProbeTask(Task):
         """Return the loss, and for each sequence the numbers of asked and of correctly predicted tokens."""
         logits_BMV = model(batch["input_ids"][:, :-1], use_cache=False).logits
         labels_BM = batch["labels"][:, -logits_BMV.shape[1] :]
-        loss = F.cross_entropy(logits_BMV.float().flatten(0, 1), labels_BM.flatten(), ignore_index=IGNORED)
+        loss = F.cross_entropy(at_least_float32(logits_BMV).flatten(0, 1), labels_BM.flatten(), ignore_index=IGNORED)
         asked_BM = labels_BM != IGNORED
         right_BM = (logits_BMV.argmax(-1) == labels_BM) & asked_BM
         return {"loss": rows(loss, batch), "right": right_BM.sum(-1), "asked": asked_BM.sum(-1)}

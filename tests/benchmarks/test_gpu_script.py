@@ -58,6 +58,7 @@ def test_nothing_is_imported_that_the_gpu_machine_may_lack(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_dry_run_runs_everything(tmp_path):
     out = tmp_path / "out"
     command = [gpu.__file__, "--device", "cpu", "--dry-run", "--folder", str(tmp_path)]
