@@ -43,8 +43,8 @@ def test_the_loss_is_the_cross_entropy_of_the_logits():
     assert output.logits.shape == (4, 3)
     assert_exact(output.logits, model.model(TOKENS, MASK.bool()))
     assert_same_maths(output.logits[0], model(TOKENS[:1, 4:]).logits[0])
-    assert_same_maths(output.loss.double(), F.cross_entropy(output.logits.float(), LABELS).double())
-    kept = F.cross_entropy(output.logits[::2].float(), LABELS[::2])
+    assert_same_maths(output.loss.double(), F.cross_entropy(output.logits, LABELS).double())
+    kept = F.cross_entropy(output.logits[::2], LABELS[::2])
     assert_same_maths(model(TOKENS, MASK, torch.tensor([0, -100, 1, -100])).loss.double(), kept.double())
     assert model(TOKENS).loss is None
     loss, logits = model(TOKENS, MASK, LABELS, return_dict=False)
@@ -69,11 +69,11 @@ def test_joint_denoising_reads_label_and_tokens_from_the_same_pass(towers):
         shown, hidden = hiding(read, real, VOCABULARY - 1)
         pooled.append(encoder(shown, real, pooled=True)[1])
         losses.append(denoising_loss(head, encoder(shown, real), read, hidden))
-    labels = F.cross_entropy(model.model.logits(*pooled).float(), LABELS)
+    labels = F.cross_entropy(model.model.logits(*pooled), LABELS)
     assert_same_maths(loss, labels + 0.5 * torch.stack(losses).mean())
     evaluated, both = model.eval()(**inputs), (TOKENS, MASK.bool(), OTHER, MASK.flip(0).bool())
     assert_exact(evaluated.logits, model.model(*both[: 2 * towers]))
-    assert evaluated.loss.item() == F.cross_entropy(evaluated.logits.float(), LABELS).item()
+    assert evaluated.loss.item() == F.cross_entropy(evaluated.logits, LABELS).item()
 
 
 def test_logits_of_pretraining_leave_the_mask_token_out():
