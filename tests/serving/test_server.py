@@ -184,6 +184,7 @@ async def soak(process, seconds, streams, disturbers=0):
 @pytest.mark.parametrize(("streams", "disturbers"), [(64, 0), (16, 4)], ids=["streams", "beside bad requests"])
 def test_many_streams_for_minutes_without_an_error_or_growth(run_folder, streams, disturbers):
     options = {"slots": streams, "max_requests": 2 * streams, "prefill_chunk": 32}
+    options |= {"draft": "ngram"} if disturbers else {}
     with server(run_folder, *(f"--{name}={value}" for name, value in options.items())) as process:
         counts, memory, seconds = asyncio.run(soak(process, SOAK_SECONDS, streams, disturbers))
         warm = min(60.0, SOAK_SECONDS / 4)
