@@ -63,8 +63,8 @@ def main(folders: Sequence[str]) -> None:
         low, *_, high = statistics.quantiles(ratios, n=5)
         right, made = sum(speed.right for speed in speeds), sum(speed.made for speed in speeds)
         sys.stdout.write(
-            f"{folder}: {statistics.median(ratios):.2f} times as fast (p20 {low:.2f}, p80 {high:.2f}), {right} of {made} "
-            "guesses right\n"
+            f"{folder}: {statistics.median(ratios):.2f} times as fast (p20 {low:.2f}, p80 {high:.2f}), "
+            f"{right} of {made} guesses right\n"
         )
 
 
