@@ -38,6 +38,8 @@ def setup(app: Any) -> None:
 
 def describe(_: Any, what: str, name: str, value: Any, settings: Any, lines: list[str]) -> None:
     """Show `Args:`, the fields of a configuration and the options of a mechanism as parameters."""
+    if what == "data":
+        lines.clear()  # it is the docstring of the value's class; `make_site.py` adds the constant's own
     if what in ("attribute", "data", "property"):
         return  # a colon within a sentence is no type, as it would be for napoleon
     config = getattr(value, "Config", value)

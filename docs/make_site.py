@@ -87,11 +87,20 @@ def member(package: str, name: str) -> str:
     """Return the directive of a public name; fields are a class's parameters, a mechanism's methods its base's."""
     value, full = getattr(importlib.import_module(package), name), f"{package}.{name}"
     if not inspect.isclass(value):
-        return directive("autofunction" if callable(value) else "autodata", full)
+        return directive("autofunction", full) if callable(value) else directive("autodata", full, "", meaning(full))
     if issubclass(value, (Attention, Pattern)) and value not in (Attention, Pattern):
         return directive("autoclass", full)
     fields = value.__dataclass_fields__ if issubclass(value, Config) else getattr(value, "_fields", ())
     return directive("autoclass", full, ":members:", f":exclude-members: {', '.join(['Config', *fields])}")
+
+
+def meaning(constant: str) -> str:
+    """Return the string below the assignment of a constant, wherever in its package that stands."""
+    package, _, name = constant.rpartition(".")
+    below = re.compile(rf'^{name} = .*\n"""(.*?)"""$', re.MULTILINE | re.DOTALL)
+    sources = [file.read_text(encoding="utf-8") for file in ROOT.joinpath(*package.split(".")).rglob("*.py")]
+    (text,) = (found[1] for source in sources for found in below.finditer(source))
+    return text
 
 
 def directive(kind: str, name: str, *options: str) -> str:

@@ -37,13 +37,13 @@ def needed(what: str, extra: str | None = None) -> Iterator[None]:
         owner = next((name for name, packages in PACKAGES.items() if package in packages), None)
         if owner is None or is_installed(package):
             raise
-        line = install(f"subquad[{extra if extra and owner in _included(extra) else owner}]")
+        line = install(f"subquad[{extra if extra and owner in included(extra) else owner}]")
         raise ImportError(f"{what} needs {package}, which is not installed: {line}", name=error.name) from error
 
 
-def _included(extra: str) -> list[str]:
-    """Return an extra and those that it includes."""
-    return [extra, *(_included(INCLUDES[extra]) if extra in INCLUDES else [])]
+def included(extra: str) -> list[str]:
+    """Return an extra, the one that it includes, and so on."""
+    return [extra, *(included(INCLUDES[extra]) if extra in INCLUDES else [])]
 
 
 def is_installed(package: str) -> bool:

@@ -79,6 +79,7 @@ def test_the_reference_has_every_public_name(site, pages):
         for name in module.__all__:
             value = getattr(module, name)
             assert hasattr(value, "__all__") or f":: {package}.{name}\n" in page, f"{package}.{name}"
+    assert ".. autodata:: subquad.__version__\n   \n   The version of the package" in pages["reference/subquad.md"]
     assert ":exclude-members: Config, max_tokens, temperature" in pages["reference/subquad.generation.md"], "fields"
 
 

@@ -15,7 +15,7 @@ from subquad.cli import NEEDED
 from subquad.cli.parser import PlainParser
 from subquad.cli.tables import print_table, print_text, size
 from subquad.evaluation.provenance import machine, versions
-from subquad.extras import INCLUDES, PACKAGES, is_installed
+from subquad.extras import INCLUDES, PACKAGES, included, is_installed
 from subquad.memory import total_bytes
 from subquad.ops.backends import defaults_taken, no_kernels
 from subquad.program import install
@@ -84,9 +84,9 @@ def engines(device: torch.device) -> Iterator[tuple[str, str, str, str]]:
 
 
 def extras() -> Iterator[tuple[str, str, str, str]]:
-    """Yield each extra, what it is for, the extra that it includes, and the packages that it adds and are missing."""
-    for extra, packages in PACKAGES.items():
+    """Yield each extra, what it is for, the one that it includes, and the packages of all that are missing."""
+    for extra in PACKAGES:
         commands = [f"subquad {name}" for name, needed in NEEDED.items() if needed == extra]
         uses = [*commands, *filter(None, [USES.get(extra)])]
-        lacks = [package for package in packages if not is_installed(package)]
+        lacks = [package for part in included(extra) for package in PACKAGES[part] if not is_installed(package)]
         yield extra, ", ".join(uses), INCLUDES.get(extra, ""), ", ".join(lacks) or "nothing"

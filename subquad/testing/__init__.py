@@ -1,11 +1,13 @@
 """The contract, its laws, the three tolerances and input makers, for people who add a mechanism.
 
-class TestX(AttentionContract):
-    name = "x"
-    options = {"option": 3}
+The tests of a mechanism are a class with its name and its oracle::
 
-    def oracle(self, layer, x_TD):
-        ...  # the outputs [T, D] of one sequence by the paper's equations, token by token
+    class TestX(AttentionContract):
+        name = "x"
+        options = {"option": 3}
+
+        def oracle(self, layer, x_TD):
+            ...  # the outputs [T, D] of one sequence by the paper's equations, token by token
 """
 
 from typing import TYPE_CHECKING

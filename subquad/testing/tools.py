@@ -22,6 +22,7 @@ LINEAR_GROWTH = 2.2
 GROWTH: dict[str, tuple[float, float]] = {"linear": (0.0, 2.02), "T log T": (2.02, 2.25), "quadratic": (3.0, 4.04)}
 """Least and largest ratio of two costs for each order: of tokens 2049 to 4096, and of tokens 1025 to 2048."""
 LOW_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes whose error has a budget, for `assert_in_budget`; float64 is what they are compared with."""
 
 
 def assert_exact(actual: Tensor, expected: Tensor, what: str = "") -> None:

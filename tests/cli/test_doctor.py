@@ -16,12 +16,14 @@ ENGINES = ["gated_scan", "running_softmax", "delta_scan", "block_attention"]
 
 def test_it_shows_versions_the_machine_engines_and_extras(printed, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setitem(sys.modules, "fastapi", None)
+    for package in ("fastapi", "tensorboard", "tokenizers"):  # of `serve`, of its `train`, and of that one's `hf`
+        monkeypatch.setitem(sys.modules, package, None)
     lines = [" ".join(line.split()) for line in printed("doctor").splitlines()]
     assert f"torch {torch.__version__}" in lines
     assert f"threads {torch.get_num_threads()} (OMP_NUM_THREADS=1)" in lines
     assert all(f"{engine} cpu torch kernels are for GPUs" in lines for engine in ENGINES)
-    assert "serve subquad serve train fastapi" in lines
+    assert "serve subquad serve train fastapi, tensorboard, tokenizers" in lines
+    assert "hf subquad.hf in your own program tokenizers" in lines
     assert "testing AttentionContract in tests of your own nothing" in lines
     assert lines[-1] == f"An extra is installed by {install('subquad[EXTRA]')}"
 
