@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -40,3 +43,16 @@ def progress(what: str, console: Console | None = None) -> Iterator[Callable[[in
     """Yield a function that shows a bar `WHAT DONE/ALL` within the block, as `counter` does."""
     with counter(console=console) as show:
         yield show and partial(show, what)
+
+
+def counted(what: str, items: Collection[T]) -> Iterator[T]:
+    """Yield `items`, with a bar `WHAT DONE/ALL` that counts those that the caller has worked on."""
+    if not items:
+        return
+    with progress(what) as show:
+        for done, item in enumerate(items):
+            if show:
+                show(done, len(items))
+            yield item
+        if show:
+            show(len(items), len(items))

@@ -160,6 +160,9 @@ def test_a_law_is_a_function():
         check_law("splt", "latte")
     with pytest.raises(ValueError, match="unknown attention 'late'; did you mean 'latte'"):
         check_law("split", "late")
+    for own in (Latte, Latte(dim=8, num_heads=2)):
+        with pytest.raises(TypeError, match=r"give the mechanism's name .* check_law\('split', 'latte', .*Latte"):
+            check_law("split", own)
 
 
 def test_a_law_as_a_function_finds_a_layer_that_breaks_it(monkeypatch):

@@ -109,6 +109,8 @@ def _models(chosen: Namespace, seed: int) -> list[tuple[str, nn.Module]]:
     """Return each model with its name; `ValueError` or `FileNotFoundError` if it can't be loaded."""
     device = "cuda" if chosen.device == "auto" and torch.cuda.is_available() else "cpu"
     if chosen.model is not None:
+        if Path(chosen.model).is_file():
+            raise ValueError(f"{chosen.model} is a file; give its folder, {Path(chosen.model).parent}")
         if not Path(chosen.model).is_dir():
             raise FileNotFoundError(
                 f"there is no folder {chosen.model}; give the folder of a run, or of a model that transformers' "

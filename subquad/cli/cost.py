@@ -10,8 +10,10 @@ from jsonargparse import Namespace
 from rich.text import Text
 
 from subquad.attention import names
+from subquad.bars import counted
 from subquad.cli.arguments import Parser
 from subquad.cli.tables import console, count, print_table, size, write_csv
+from subquad.cli.threads import one_thread
 from subquad.config import check_at_least
 from subquad.data.files import write_json
 from subquad.models import DecoderConfig, costs
@@ -72,7 +74,7 @@ def run(arguments: Sequence[str]) -> int:
     """Parse, count and print; return the exit status."""
     parser = make_parser()
     chosen = parser.parse_args(arguments)
-    with parser.checking():  # reads nothing but arguments and configurations
+    with parser.checking(), one_thread():  # reads nothing but arguments and configurations
         _check(chosen)
         records = _costs(chosen)
     if chosen.json:
@@ -126,8 +128,10 @@ def _costs(chosen: Namespace) -> dict[str, Any]:
     config = _model_config(chosen.run, chosen.config, chosen.recipe)
     if config is not None:
         # Before anything is printed, since a model that can't share a sequence is refused.
-        sent = [] if chosen.context is None else list(costs.model_volumes(config, lengths, chosen.context))
-        table = list(costs.model_costs(config, lengths))
+        sent = []
+        if chosen.context is not None:
+            sent = list(costs.model_volumes(config, counted("length", lengths), chosen.context))
+        table = list(costs.model_costs(config, counted("length", lengths)))
         _print(
             table,
             f"{', '.join(config.mechanisms)}: {config.num_layers} layers, width {config.dim}, with the head",
@@ -140,13 +144,15 @@ def _costs(chosen: Namespace) -> dict[str, Any]:
     layers, stacks = costs.chosen(asked, chosen.options)
     sizes = {"dim": _or(chosen.dim, DIM), "num_heads": _or(chosen.heads, HEADS)}
     depth = _or(chosen.layers, LAYERS)
-    table = list(costs.layer_costs(layers, lengths, options=chosen.options, **sizes))
-    whole = list(costs.stack_costs(stacks, lengths, options=chosen.options, num_layers=depth, **sizes))
+    table = list(costs.layer_costs(counted("mechanism", layers), lengths, options=chosen.options, **sizes))
+    each = counted("stack", stacks)
+    whole = list(costs.stack_costs(each, lengths, options=chosen.options, num_layers=depth, **sizes))
     width = f"width {sizes['dim']}, {sizes['num_heads']} heads"
     if table:
         _print(table, f"One layer: {width}", chosen.markdown)
         if chosen.context is not None:
-            volumes = costs.layer_volumes(layers, lengths, chosen.context, options=chosen.options, **sizes)
+            sharing = counted("mechanism", layers)
+            volumes = costs.layer_volumes(sharing, lengths, chosen.context, options=chosen.options, **sizes)
             context = _volumes(volumes, chosen)
     if whole:
         _print(whole, f"Whole models: {depth} layers, {width}, with feed-forward and head", chosen.markdown)

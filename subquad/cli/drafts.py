@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 from subquad import training
 from subquad.generation.speculative import MakeDraft, ModelDraft, NgramDraft
@@ -15,11 +16,16 @@ DRAFT_HELP = (
 
 
 def draft_of(asked: str | None, loaded: training.runs.LoadedRun, device: str) -> MakeDraft | None:
-    """Return what makes the draft of a text; raise `ValueError` for a model with another tokenizer."""
+    """Return what makes the draft of a text; raise `ValueError` for a model with another tokenizer.
+
+    Raises `FileNotFoundError` for a folder that does not exist.
+    """
     if asked is None:
         return None
     if asked == "ngram":
         return NgramDraft
+    if not Path(asked).is_dir():
+        raise FileNotFoundError(f"--draft must be ngram or the folder of a smaller model; there is no folder {asked}")
     draft = training.runs.load_run(asked, device)
     if draft.tokenizer.to_str() != loaded.tokenizer.to_str():
         raise ValueError(f"--draft needs a model with the tokenizer of {loaded.folder}, and {asked} has another one")

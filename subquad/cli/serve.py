@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Sequence
@@ -67,7 +68,17 @@ def run(arguments: Sequence[str]) -> int:
     with parser.checking():
         loaded = training.runs.load_run(folder, device, adapter, dtype=dtype, quantize=quantize)
         draft = draft_of(asked_draft, loaded, device)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family, backlog=1024) as listener:
+    with _listener(host, port) as listener:
         serve(loaded, config, listener, api_key=api_key, name=name or Path(folder).resolve().name, draft=draft)
     return 0
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on `port` of `host`; raise `OSError` if another program does already."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise OSError(f"another program uses port {port} of {host}; choose another --port, or 0 for any") from None

@@ -13,7 +13,9 @@ from torch import nn
 
 from subquad import training
 from subquad.attention import Attention, mechanism, names
+from subquad.bars import counted
 from subquad.cli.arguments import Parser
+from subquad.cli.threads import one_thread
 from subquad.config import check_at_least, suggest
 from subquad.data.tokenizers import encode_text
 from subquad.evaluation import drawing
@@ -61,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
     make_parser, draw = PICTURES[what]
     parser = make_parser()
     chosen = parser.parse_args(arguments[1:])
-    with parser.checking():  # reads nothing but arguments and a run
+    with parser.checking(), one_thread():  # reads nothing but arguments and a run
         file = drawing.check_file(chosen.out or f"{what}.png")
         drawing.save(draw(chosen), file)
     sys.stdout.write(f"{file}\n")
@@ -218,7 +220,8 @@ def reach(chosen: Namespace) -> drawing.Figure:
         return drawing.draw_reach([_reach(Path(chosen.run).name, layers, chosen.tokens)], layers=len(layers))
     check_at_least(1, "--", layers=chosen.layers)
     stacks = [
-        _reach(name, [_fresh(chosen, name, parts=8)] * chosen.layers, chosen.tokens) for name in _asked(chosen, names())
+        _reach(name, [_fresh(chosen, name, parts=8)] * chosen.layers, chosen.tokens)
+        for name in counted("mechanism", _asked(chosen, names()))
     ]
     if not chosen.attention:  # skip stacks whose first layer connects all tokens: their panels are all alike
         stacks = [stack for stack in stacks if stack.matrix[-1].max() > 1 or not stack.matrix[-1].all()] or stacks[:1]
@@ -254,7 +257,8 @@ def cost(chosen: Namespace) -> drawing.Figure:
     lengths = sorted(set(chosen.tokens))
     check_at_least(1, "--", tokens=lengths[0])
     sizes = {"dim": chosen.dim, "num_heads": chosen.heads}
-    measured = list(layer_costs(_asked(chosen, names()), lengths, options=chosen.options, **sizes))
+    asked = counted("mechanism", _asked(chosen, names()))
+    measured = list(layer_costs(asked, lengths, options=chosen.options, **sizes))
     return drawing.draw_cost(measured, title=f"Cost of one layer of width {chosen.dim} with {chosen.heads} heads")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,9 +22,23 @@ VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 def keep_to_idle_cores(device: str) -> None:
     """Set PyTorch's number of threads for the rest of the process to `idle_threads`, for a command on `device`."""
-    threads = idle_threads(device, VARIABLES[0])
+    threads = idle_threads(device, VARIABLES[0], logging.INFO)
     if threads is not None:
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep PyTorch to one CPU thread within the block, for many small operations.
+
+    Threads gain nothing there, and on a machine with a busy core they wait for each other most of the time.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def with_threads(run: RunConfig) -> RunConfig:
@@ -49,11 +65,11 @@ def kept_threads(threads: int | None, device: str, settings: Path, option: str) 
     return idle_threads(device, option)
 
 
-def idle_threads(device: str, option: str) -> int | None:
+def idle_threads(device: str, option: str, level: int = logging.WARNING) -> int | None:
     """Return PyTorch's number of threads less the cores that other processes use; a number set in `VARIABLES` stays.
 
-    None on a GPU and in one of several processes, which leave the number as it is. A warning names the `option` that
-    sets another number.
+    None on a GPU and in one of several processes, which leave the number as it is. A message of `level` names the
+    `option` that sets another number: a warning for a training, which keeps its number for good.
     """
     if world_size() > 1 or device_type(device) != "cpu":
         return None
@@ -63,5 +79,5 @@ def idle_threads(device: str, option: str) -> int | None:
     found = free_threads()
     if found < threads:
         busy = "%d of %d CPU threads are used because other processes keep the other cores busy; %s sets the number"
-        logger.warning(busy, found, threads, option)
+        logger.log(level, busy, found, threads, option)
     return found

@@ -88,7 +88,7 @@ def _read(parser: Parser, arguments: Sequence[str]) -> TrainConfig:
         arguments = [*_base(parser, arguments), *arguments]
     parsed = parser.parse_args(arguments)
     steps, warmup = parsed.run.steps, parsed.schedule.warmup
-    if "--run.steps" in given and "--schedule.warmup" not in given and steps and warmup and warmup >= steps:
+    if "--run.steps" in given and "--schedule.warmup" not in given and 0 < (steps or 0) <= (warmup or 0):
         parsed.schedule.warmup = steps // 10  # the user's steps, a recipe's warm-up
     with parser.checking():
         return parser.made(TrainConfig, parsed)

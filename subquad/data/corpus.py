@@ -15,7 +15,7 @@ from subquad.config import digest
 from subquad.data.config import DataConfig
 from subquad.data.files import Progress, cache_folder, fill_once, silent, write_json
 from subquad.data.shards import FORMAT_VERSION, TokenShard
-from subquad.data.sources import READING_VERSION, Source, cut, hold_out, open_source
+from subquad.data.sources import READING_VERSION, Source, cut, hold_out, no_text, open_source
 from subquad.data.special_tokens import CONFIG, tokenizer_config
 from subquad.data.token_set import TokenSet, held_out_names, is_token_set
 from subquad.data.token_writer import encoded, shard_writer
@@ -260,7 +260,7 @@ class _Spool:
             self.keys.append(document.key)
             self.progress("reading", number, max(number, len(source.names)))
         if len(self.parts) == before:
-            raise ValueError(f"no text found in {source.asked!r}")
+            raise ValueError(no_text(repr(source.asked)))
 
     def write_shard(self, path: Path, parts: list[_Part], tokenizer: Tokenizer) -> None:
         """Write the tokens of `parts` as a shard, documents divided by the tokenizer's separator if it has one."""

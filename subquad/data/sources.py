@@ -122,6 +122,14 @@ def check_source(path: str) -> None:
         check_path(path, "stdlib", "hf:NAME")
 
 
+def no_text(asked: str) -> str:
+    """Return the message of an error for sources without a document, named by `asked`."""
+    return (
+        f"no text found in {asked}: nothing is there, or only empty, hidden and skipped files; "
+        "give a file, a folder or an archive of text"
+    )
+
+
 def _files_below(root: Path) -> list[Path]:
     """Return all files below `root` that are not hidden, sorted; links to folders are followed, each folder once."""
     found: list[Path] = []

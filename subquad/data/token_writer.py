@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from subquad.config import check_at_least
 from subquad.data.files import Progress, silent, write_json
 from subquad.data.shards import Entry, ShardWriter
-from subquad.data.sources import Source, open_source
+from subquad.data.sources import Source, no_text, open_source
 from subquad.data.special_tokens import CONFIG, log_separator, tokenizer_config
 from subquad.data.token_set import TokenSet, write_index
 from subquad.data.tokenizers import Encoder, tokenizer_hash, vocab_size
@@ -85,7 +85,7 @@ def _write_shards(
                     break
         entries.append(writer.entry)
     if not entries:
-        raise ValueError(f"no text found in {', '.join(repr(source.asked) for source in sources)}")
+        raise ValueError(no_text(", ".join(repr(source.asked) for source in sources)))
     return entries
 
 

@@ -13,7 +13,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -150,7 +150,7 @@ class StaticBatchState(BatchState):
         else:
             made = step(*inputs)
         if recorded is None or why is not None:
-            logger.info("decoding steps call the model's modules and are not recorded: %s", why)
+            log_not_recorded(why)
             self._steps[autocast] = step
         elif self._compile:
             self._steps[autocast] = torch.compile(recorded.graph(), dynamic=False, fullgraph=True)
@@ -198,6 +198,12 @@ class StaticBatchState(BatchState):
         tokens_BT = torch.zeros(1, tokens, dtype=torch.long, device=device_of(self._model))
         state = self._model.hidden(tokens_BT, None, torch.zeros_like(tokens_BT, dtype=torch.bool))[1]
         return self._static(row_of(state, 0))
+
+
+@cache  # once for each reason: a training generates samples again and again
+def log_not_recorded(why: str) -> None:
+    """Log that decoding calls the model's modules, and why."""
+    logger.info("decoding steps call the model's modules and are not recorded: %s", why)
 
 
 def _write(tensors: list[Tensor], values: list[Tensor]) -> None:

@@ -5,11 +5,10 @@ Shape letters: B batch, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 
-from subquad.generation.batch_state import BatchState, DynamicBatchState, StaticBatchState, as_tensor
+from subquad.generation.batch_state import BatchState, DynamicBatchState, StaticBatchState, as_tensor, log_not_recorded
 from subquad.generation.reading import Reading
 from subquad.generation.requests import Request, next_tokens
 from subquad.generation.sampling import SamplingConfig
@@ -18,8 +17,6 @@ from subquad.inference import inference
 from subquad.layers.attached import attached
 from subquad.models import Decoder
 from subquad.state import State
-
-logger = logging.getLogger(__name__)
 
 RECORD_FROM = 64
 """Fewest tokens for which a step is recorded: twice as many as save the time it takes, as a text may end early."""
@@ -169,7 +166,7 @@ class Generation(Iterator[int]):
         else:
             why = attached(model)
         if why is not None:
-            logger.info("decoding steps call the model's modules and are not recorded: %s", why)
+            log_not_recorded(why)
         else:
             model.warn_on_length(tokens + (0 if state is None else int(state.seen)))
         batch_state: BatchState

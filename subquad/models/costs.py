@@ -102,7 +102,7 @@ def _histories(name: str, options: Mapping[str, Any]) -> list[dict[str, str]]:
     return [{"history": history} for history in get_args(hints["history"])]
 
 
-def model_costs(config: DecoderConfig, lengths: Sequence[int]) -> Iterator[Measured]:
+def model_costs(config: DecoderConfig, lengths: Iterable[int]) -> Iterator[Measured]:
     """Yield the cost of one model at each length."""
     model = meta_model(config)
     for tokens in lengths:
@@ -141,7 +141,7 @@ def layer_volumes(
             yield Volume(name, tokens, ranks, most(layer, tokens, ranks) if layer.causal else None)
 
 
-def model_volumes(config: DecoderConfig, lengths: Sequence[int], ranks: int) -> Iterator[Volume]:
+def model_volumes(config: DecoderConfig, lengths: Iterable[int], ranks: int) -> Iterator[Volume]:
     """Yield the bytes sent for one layer of each mechanism in a model, then for all its layers and passes."""
     if config.labels_sequences:
         raise ValueError(

@@ -330,7 +330,8 @@ def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
     kind, context = error["type"], error.get("ctx", {})
     place = [part for part in error["loc"] if part != "body"]
     if kind == "json_invalid":
-        return f"the body is not valid JSON: {context.get('error')} at character {place[0] if place else 0}", None
+        why = str(context.get("error")).removesuffix(" at")  # as in "Unterminated string starting at"
+        return f"the body is not valid JSON: {why} at character {place[0] if place else 0}", None
     if kind == REFUSED:
         return str(context["message"]), str(context["param"])
     if not place:

@@ -331,11 +331,18 @@ def check_law(law: Law | str, name: str, /, **options: Any) -> list[str]:
 
     The tests are those of `AttentionContract`, with one input where that draws several. Returns why tests were skipped,
     such as the reason of an exemption. Raises `AssertionError` where the law is broken, and `ValueError` for an unknown
-    law or mechanism.
+    law or mechanism, `TypeError` for a layer or class in place of the name.
     """
     words = [each.value for each in Law]
     if law not in words:
         raise ValueError(f"unknown law {law!r}; {suggest(law, words)}")
+    given: Any = name
+    if not isinstance(given, str):
+        own, got = getattr(given, "name", "latte"), given if isinstance(given, type) else type(given)
+        raise TypeError(
+            "check_law builds layers itself: give the mechanism's name and its options, such as "
+            f"check_law({str(law)!r}, {own!r}, ...), got {got}"
+        )
     judged = type("Given", (Laws,), {"name": name, "options": options})()
     skipped = []
     for test in dir(Laws):

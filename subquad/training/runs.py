@@ -242,6 +242,8 @@ def _model_type(folder: str | Path) -> Any:
 def _model_folder(folder: str | Path) -> tuple[Path, Path]:
     """Return `folder` after checking that it has model files, and the run's folder, which differs for a checkpoint."""
     folder = Path(folder)
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file; give its folder, {folder.parent}")
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}; give the folder of a run, as `subquad train` makes it")
     home = run_folder(folder)

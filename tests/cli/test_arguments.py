@@ -5,6 +5,7 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
 
@@ -142,12 +143,14 @@ CONVERT = ["convert", "model", "--out", "folder", "--attention", "llp"]
     (["train", "--task", "clasify"], "task must be language, classify, pretrain, image or probe, got 'clasify'; did"),
     (["train", "--optimizer.name", "x"], "optimizer.name must be adamw, adam, radam or muon, got 'x'\n"),
     (["train", "--run.prompt="], "run.prompt must "),
+    (["train", "--recipe", "stdlib-llp", "--run.steps", "-3"], "run.steps must be at least 1, got -3"),
     *((["train", *task, "--model.dim", "1000000"], "out of memory: ")
       for task in ([], ["--task", "probe"], ["--recipe", "toy-classify"], ["--task", "image", "--image.path", "hf:x"])),
     ([*CONVERT, "--lora.foo", "1"], "unknown option 'lora.foo'; did you mean 'lora.lr'? valid: lora.alpha, "),
     ([*CONVERT, "--lora.rank.foo", "1"], "unknown option 'lora.rank.foo'; did you mean 'lora.rank'? valid: lora.alpha"),
     ([*CONVERT, "--optimizer.lr", "1"], "unknown option 'optimizer.lr'; did you mean 'lora.lr' or 'match.lr'?\n"),
     ([*CONVERT, "--match", "1"], "match: there is no file '1'; valid: match.lr, match.steps, "),
+    (["eval", __file__], f"{__file__} is a file; give its folder, {Path(__file__).parent}"),
     (["eval", "nowhere"], "there is no folder nowhere; give the folder of a run"),
     (["eval", "nowhere", "--length", "4", "--stride", "5"], "stride must be at most length (4), so that every token"),
     (["generate", "run", "--prompt", "x", "--temprature=1"], "unknown option 'temprature'; did you mean 'temperature"),

@@ -1,6 +1,7 @@
 """`subquad audit`: its table, its JSON, its exit status, and failing inputs tried again."""
 
 import json
+from pathlib import Path
 
 import pytest
 from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
@@ -110,6 +111,7 @@ NO_REPORT |= {"c.json": '{"reports": {"a": 3}}', "d.json": '{"reports": {"a": {}
     (["--attention", "llp,full", "--replay", "x"], "--replay is for one model"),
     (["--attention", "lpp"], "unknown attention 'lpp', or one without a causal form; did you mean 'llp'"),
     (["."], "there is no model in"),
+    ([__file__], f"{__file__} is a file; give its folder, {Path(__file__).parent}"),
     (["runs/nowhere"], "there is no folder runs/nowhere; give the folder of a run"),
     (["MODEL", "--text", "nowhere"], "there is no file nowhere"),
     (["MODEL", *QUICK, "--text", ""], "there is no file "),

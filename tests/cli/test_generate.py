@@ -146,7 +146,8 @@ def test_a_draft_changes_no_text(run, text, tmp_path, refused, capsys):
     assert texts(tmp_path / "a.zip") == texts(tmp_path / "b.zip")
     bytes_model = save_model(tmp_path / "bytes", tokenizer="bytes", **LLP)
     assert "--draft needs a model with the tokenizer of" in refused("generate", run, *ONE, "--draft", bytes_model)
-    assert "nowhere" in refused("generate", run, *ONE, "--draft", tmp_path / "nowhere")
+    said = refused("generate", run, *ONE, "--draft", "foo")
+    assert "--draft must be ngram or the folder of a smaller model; there is no folder foo" in said
     assert "leave one of them out" in refused("generate", run, *ONE, "--beams", "2", "--draft", "ngram")
 
 

@@ -28,3 +28,22 @@ def test_a_bar_is_shown_on_a_terminal_and_standard_output_stays_as_it_is(
     assert again == plain
     assert any(bar in line and all_of_it in line for line in shown.splitlines())
     assert "\x1b[?25h" in shown  # the cursor is back
+
+
+@pytest.mark.parametrize(("arguments", "bar"), [
+    (["cost", "--attention", "full,latte", "--context", "2"], "mechanism"),
+    (["cost", "--attention", "perceiver", "--layers", "1"], "stack"),
+    (["cost", "--recipe", "tiny", "--context", "2"], "length"),
+    (["show", "cost", "--attention", "full,latte"], "mechanism"),
+    (["show", "reach", "--attention", "full,latte", "--tokens", "8"], "mechanism"),
+], ids=["mechanisms", "stacks", "model", "show cost", "show reach"])  # fmt: skip
+def test_counting_shows_a_bar(tmp_path, monkeypatch, capsys, arguments, bar):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("subquad.evaluation.drawing.save", lambda figure, file: None)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    short = [] if "reach" in arguments else ["--tokens", "8", "16"]
+    assert main([*arguments, *short]) == 0
+    total = 1 if bar == "stack" else 2
+    shown = capsys.readouterr().err
+    assert any(bar in line and f"{total}/{total}" in line for line in shown.splitlines())
+    assert "0/0" not in shown

@@ -12,7 +12,7 @@ import torch
 
 from subquad import memory
 from subquad.cli import main, threads
-from subquad.cli.threads import keep_to_idle_cores, kept_threads, with_threads
+from subquad.cli.threads import keep_to_idle_cores, kept_threads, one_thread, with_threads
 from subquad.training import RunConfig, TrainConfig
 
 IDLE = dict.fromkeys(range(4), 7.0)
@@ -97,6 +97,19 @@ def test_every_command_that_computes_looks_for_idle_cores(tmp_path, monkeypatch,
     monkeypatch.setattr(threads, "free_threads", looks)
     assert main(arguments) == 1
     assert capsys.readouterr().err == "error: it looks\n"
+
+
+def test_a_command_that_keeps_no_number_of_threads_warns_of_nothing(caplog, busy):
+    with caplog.at_level(logging.INFO):
+        keep_to_idle_cores("cpu")
+    assert [record.levelname for record in caplog.records if "1 of 2 CPU threads" in record.message] == ["INFO"]
+    assert busy == [1]
+
+
+def test_one_thread_is_for_the_block_alone(busy):
+    with pytest.raises(ArithmeticError), one_thread():
+        raise ArithmeticError
+    assert busy == [1, 2]
 
 
 def test_a_number_that_the_user_sets_is_kept(monkeypatch, busy):

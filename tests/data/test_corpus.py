@@ -204,7 +204,7 @@ def test_bad_input_leaves_no_corpus(config, texts, tmp_path):
     with pytest.raises(BadTextError, match=r"bad\.bin is not text: it has a NUL at byte 3"):
         prepare(config)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"no text found in '.*empty'"):
+        with pytest.raises(ValueError, match=r"no text found in '.*empty': .*; give a file, a folder or an arch"):
             prepare(config.replace(path=str(tmp_path / "empty")))
         (tmp_path / "empty" / "a.txt").touch()
         (tmp_path / "empty" / "b.txt").touch()

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, prune
 
 from subquad.attention import mechanism, names
 from subquad.generation import BatchDecoder, SamplingConfig, generate
+from subquad.generation.batch_state import log_not_recorded
 from subquad.hf import SubquadForCausalLM
 from subquad.hf.lora import put_adapter
 from subquad.layers.attached import attached
@@ -220,6 +221,7 @@ def test_a_decoding_step_is_recorded_only_where_nothing_is_attached(name, caplog
         recorded, said = texts()
         assert "the decoding step is recorded: " in said
         calls = []
+        log_not_recorded.cache_clear()
         handle = model.layers[0].attention.value.register_forward_hook(lambda *_: calls.append(1))
         called, said = texts()
         assert "are not recorded: layers.0.attention.value has a hook" in said

@@ -137,6 +137,7 @@ def test_a_wrong_text_or_token_names_its_field(client, path, body, message):
 
 @pytest.mark.parametrize(("body", "message"), [
     (b"{", "the body is not valid JSON: Expecting property name"),
+    (b'{"prompt": "a', "the body is not valid JSON: Unterminated string starting at character 11"),
     (b"[]", "the body must be a JSON object, sent as Content-Type: application/json"),
     (b"", "the body must be a JSON object"),
     *((body, "the body must be UTF-8") for body in (
