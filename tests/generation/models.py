@@ -11,6 +11,7 @@ VOCABULARY = 23
 SMALL = {
     "bigbird": {"block": 3, "num_global": 1, "num_random": 1}, "dilated": {"width": 2, "dilation": 3},
     "latte_macchiato": {"width": 4}, "llp": {"segment": 6}, "llp_printed": {"segment": 6},
+    "logsparse": {"width": 4, "max_tokens": 64},
     "longformer": {"width": 4, "num_global": 3}, "shifted": {"group": 4}, "strided": {"stride": 4, "columns": 2},
     "window": {"width": 4},
 }  # fmt: skip
