@@ -35,7 +35,8 @@ run: $(RUNS) ## train a small model on Python's own source for three minutes, ev
 test: $(TESTS) ## all tests but the slow ones
 	@OMP_NUM_THREADS=1 $(PYTEST) -q
 
-test-long: $(TESTS) ## the slow tests, one after another, since some take times
+test-long: $(TESTS) ## the slow tests, one after another, since some take times; it installs what runs notebooks
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[notebooks]"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow
 
 smoke: $(TESTS) ## every experiment of the papers at its smallest, in under three minutes; it changes no result

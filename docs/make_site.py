@@ -7,6 +7,7 @@ reference, which autodoc writes from docstrings; the commands with their help; a
 import importlib
 import inspect
 import io
+import json
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ IMAGES = ("docs/images/*.png", "experiments/*/*.png")
 LINK = re.compile(r"^```.*?^```|\]\((?P<file>[^)\s:#]+)(?P<anchor>#[^)\s]*)?\)", re.MULTILINE | re.DOTALL)
 ROW = re.compile(r"^\| \[[^]]+\]\((?P<page>[^)#]+\.md)\)", re.MULTILINE)
 SECTION = re.compile(r"^## (?P<title>.*)\n(?P<body>(?:(?!##).*\n?)*)", re.MULTILINE)
+SHOWN = {"markdown": "{}", "code": "```python\n{}\n```"}  # the cells of a notebook
 MADE = """\
 | [The package](reference/index.md) | Every public function and class, from its docstring |
 | [The command line](commands/index.md) | Every command and its options, from its own help |
@@ -60,6 +62,10 @@ def copied() -> dict[str, str]:
             file = (source.parent / (link["file"] or "")).resolve()
             if file.suffix == ".py":
                 texts[place(file)] = f"# {file.name}\n\n```python\n{file.read_text(encoding='utf-8')}```\n"
+            elif file.suffix == ".ipynb":
+                cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+                page = "\n\n".join(SHOWN[cell["cell_type"]].format("".join(cell["source"])) for cell in cells)
+                texts[place(file)] = LINK.sub(lambda link: moved(link, file, place(file)), page)  # noqa: B023
     return texts
 
 

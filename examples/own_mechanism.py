@@ -34,7 +34,8 @@ class Decaying(Attention):
         """Keep the decaying sums of keys and values, and read them with the queries."""
         projected = F.elu(self.query(x_BTD)) + 1, F.elu(self.key(x_BTD)) + 1, self.value(x_BTD)
         q_BHTK, k_BHTK, v_BHTV = split(self.config.dim // self.config.num_heads, *projected)
-        log_f = torch.full((*q_BHTK.shape[:3], 1), LOG_DECAY, device=x_BTD.device, dtype=torch.float32)
+        wide = torch.promote_types(x_BTD.dtype, torch.float32)
+        log_f = torch.full((*q_BHTK.shape[:3], 1), LOG_DECAY, device=x_BTD.device, dtype=wide)
         (sums,) = past.keep(sums=Recurrence(k_BHTK, past.values(v_BHTV), log_f, normalise=True))
         return sums.read(q_BHTK)
 

@@ -93,6 +93,13 @@ def test_each_command_shows_its_help(site, monkeypatch):
     assert "## subquad lora merge\n\n```text\nusage: subquad lora merge" in made["commands/lora.md"]
 
 
+def test_a_linked_notebook_becomes_a_page(pages):
+    page = pages["examples/notebooks/audit.ipynb.md"]
+    assert "\n# Audit a model\n" in page
+    assert "](../../auditing.md)" in page, "links of its cells lead to the site's pages"
+    assert page.count("\n```python\n") == 7, "its cells of code"
+
+
 @pytest.mark.slow
 def test_every_command_has_a_help(site):
     made = site.commands()
