@@ -1,9 +1,9 @@
-"""Bars of progress on a terminal."""
+"""Bars of progress and signs of waiting on a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column
 
 T = TypeVar("T")
+READING = "reading the model"
 
 
 @contextmanager
@@ -43,6 +44,14 @@ def progress(what: str, console: Console | None = None) -> Iterator[Callable[[in
     """Yield a function that shows a bar `WHAT DONE/ALL` within the block, as `counter` does."""
     with counter(console=console) as show:
         yield show and partial(show, what)
+
+
+@contextmanager
+def waiting(what: str, console: Console | None = None) -> Iterator[None]:
+    """Show `WHAT` with a moving sign within the block, for what has no parts to count; nothing if it is no terminal."""
+    shown = console or Console(stderr=True)
+    with shown.status(what) if shown.is_terminal else nullcontext():
+        yield
 
 
 def counted(what: str, items: Collection[T]) -> Iterator[T]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import Tensor
 
 from subquad import adaptation, training
-from subquad.bars import progress
+from subquad.bars import READING, progress, waiting
 from subquad.cli.arguments import RUN_HELP, Parser, check_output, data_is_a_path
 from subquad.cli.result_tables import class_table, image_table, position_table, text_table
 from subquad.cli.threads import keep_to_idle_cores
@@ -85,7 +85,8 @@ def run(arguments: Sequence[str]) -> int:
         tables = [image_table(evaluation)]
     else:
         with parser.checking():
-            loaded = training.runs.load_run(folder, options.device)
+            with waiting(READING):
+                loaded = training.runs.load_run(folder, options.device)
             if options.data.path is None and loaded.config is None:
                 raise ValueError(f"{loaded.folder} has no config.yaml that names its text; give a text by --data.path")
         evaluation = _evaluate(loaded, options)

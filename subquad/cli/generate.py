@@ -16,7 +16,7 @@ import torch
 from jsonargparse import Namespace
 
 from subquad import training
-from subquad.bars import progress
+from subquad.bars import READING, progress, waiting
 from subquad.cli.arguments import RUN_HELP, Parser, check_output, picture_file
 from subquad.cli.drafts import DRAFT_HELP, draft_of
 from subquad.cli.precision import add_precision
@@ -148,9 +148,10 @@ def _start(parser: Parser, asked: Namespace) -> Start:
         begins_itself = asked.texts is not None and asked.prompt is None and asked.prompt_file is None
         prompt = "" if begins_itself else _prompt(asked.prompt, asked.prompt_file)
     with parser.checking():
-        loaded = training.runs.load_run(
-            asked.run, asked.device, asked.adapter, dtype=asked.dtype, quantize=asked.quantize
-        )
+        with waiting(READING):
+            loaded = training.runs.load_run(
+                asked.run, asked.device, asked.adapter, dtype=asked.dtype, quantize=asked.quantize
+            )
         if asked.decode is not None or asked.refill is not None:
             loaded.decoder.set_decode(asked.decode, asked.refill)
         state = read_state(loaded.decoder, asked.state_in)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from subquad import training
+from subquad.bars import READING, waiting
 from subquad.cli.arguments import RUN_HELP, Parser
 from subquad.cli.drafts import DRAFT_HELP, draft_of
 from subquad.cli.generate import ADAPTER_HELP
@@ -66,7 +67,8 @@ def run(arguments: Sequence[str]) -> int:
     with needed("subquad serve", "serve"):
         from subquad.serving.app import serve
     with parser.checking():
-        loaded = training.runs.load_run(folder, device, adapter, dtype=dtype, quantize=quantize)
+        with waiting(READING):
+            loaded = training.runs.load_run(folder, device, adapter, dtype=dtype, quantize=quantize)
         draft = draft_of(asked_draft, loaded, device)
     with _listener(host, port) as listener:
         serve(loaded, config, listener, api_key=api_key, name=name or Path(folder).resolve().name, draft=draft)

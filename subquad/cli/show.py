@@ -13,7 +13,7 @@ from torch import nn
 
 from subquad import training
 from subquad.attention import Attention, mechanism, names
-from subquad.bars import counted
+from subquad.bars import READING, counted, waiting
 from subquad.cli.arguments import Parser
 from subquad.cli.threads import one_thread
 from subquad.config import check_at_least, suggest
@@ -191,7 +191,8 @@ def _reading_text(chosen: Namespace) -> tuple[list[matrices.WeightMatrix], list[
         raise ValueError("--example is for a classifier; give a text for the language model to read by --text")
     if chosen.text is None:
         raise ValueError("give a text for the language model to read by --text")
-    loaded = training.runs.load_run(chosen.run, "cpu")
+    with waiting(READING):
+        loaded = training.runs.load_run(chosen.run, "cpu")
     tokens_T = encode_text(loaded.tokenizer, chosen.text)[: chosen.tokens]
     if not tokens_T:
         raise ValueError(f"--text must have at least one token, got {chosen.text!r}")

@@ -1,7 +1,11 @@
 """Bars of commands that take long: on a terminal, on standard error alone."""
 
-import pytest
+import io
 
+import pytest
+from rich.console import Console
+
+from subquad.bars import waiting
 from subquad.cli import main
 
 LENGTH = ["--prompt", "line", "--max_tokens", "3", "--temperature", "0"]
@@ -47,3 +51,11 @@ def test_counting_shows_a_bar(tmp_path, monkeypatch, capsys, arguments, bar):
     shown = capsys.readouterr().err
     assert any(bar in line and f"{total}/{total}" in line for line in shown.splitlines())
     assert "0/0" not in shown
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_sign_of_waiting_is_shown_on_a_terminal_alone(terminal):
+    shown = io.StringIO()
+    with waiting("reading the model", Console(file=shown, force_terminal=terminal, width=60)):
+        pass
+    assert ("reading the model" in shown.getvalue()) == terminal
