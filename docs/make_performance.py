@@ -30,8 +30,7 @@ TITLES = {
 DRAWN = ("ops", "model", "decode")
 SHOWN = {"time": "Time", "memory": "Peak memory", "state": "Size of the state", "latents": "Time by number of latents"}
 LENGTHS = ("1,024", "4,096", "16,384")
-LONG = 100_000
-"""Tokens of the table of long texts."""
+LONG = 100_000  # tokens of the table of long texts
 CHOSEN = ("elita", "luna", "latte", "linear", "llp", "full")
 """Mechanisms of that table."""
 BOTH = ", forward + backward"

@@ -33,6 +33,7 @@ from subquad.ops.caches import advance, last_slots
 from subquad.ops.padding import real_slots
 from subquad.parallel import active_group
 from subquad.parallel.exchange import earlier, last_before, prefix
+from subquad.per_thread import held_by_thread
 from subquad.state import State
 
 Tensors = tuple[Tensor, ...]
@@ -290,16 +291,11 @@ def active_drafts() -> list[Draft] | None:
 @contextmanager
 def drafting() -> Iterator[list[Draft]]:
     """Within the block, causal layers add their `Draft` to the list, in the order of their calls."""
-    thread, drafts = threading.get_ident(), list[Draft]()
-    before = _drafts.get(thread)
-    _drafts[thread] = drafts
+    drafts = list[Draft]()
     try:
-        yield drafts
+        with held_by_thread(_drafts, drafts):
+            yield drafts
     finally:
-        if before is None:
-            del _drafts[thread]
-        else:
-            _drafts[thread] = before
         for draft in drafts:
             draft.release()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-QUANTIZED = ("int8",)
+QUANTIZED = get_args(Quantize)
 
 
 def set_precision(model: nn.Module, dtype: str | None = None, quantize: str | None = None) -> None:

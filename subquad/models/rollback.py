@@ -51,7 +51,8 @@ class Rollback:
     `read` reads tokens by a call of the model, and `back` returns the state without the last of them: the last `room`
     tokens can be taken back, and those that were read since the last `back`, at most 256. Kept are what twice as many
     tokens wrote, as much as their projections, and two earlier states, a few more if `back` is rarely called.
-    Padding counts as tokens do here: a place of each row.
+    Padding counts as tokens do here: a place of each row. A stack whose layers draft nothing (Perceiver AR) reads the
+    tokens that stay again.
     """
 
     def __init__(self, room: int = 16) -> None:

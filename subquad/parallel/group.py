@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
+from subquad.per_thread import held_by_thread
 from subquad.state import State
 
 Message = tuple[int, Tensor]
@@ -154,16 +155,8 @@ def context_parallel(group: ContextGroup, /) -> Iterator[ContextGroup]:
 
     All processes of the group must enter the block and make the same calls. The backward pass may run outside of it.
     """
-    thread = threading.get_ident()
-    before = _active.get(thread)
-    _active[thread] = group
-    try:
+    with held_by_thread(_active, group):
         yield group
-    finally:
-        if before is None:
-            del _active[thread]
-        else:
-            _active[thread] = before
 
 
 def refuse(owner: str) -> None:

@@ -33,7 +33,7 @@ def state_of(model, tokens):
 
 @pytest.mark.parametrize(("name", "slots", "count", "longest"), [
     *((name, 4, 5, 8) for name in ("latte", "full")),
-    *(pytest.param(name, 16, 60, 40, marks=slow) for name in MECHANISMS),
+    *(pytest.param(name, 16, 200, 40, marks=slow) for name in MECHANISMS),
 ])  # fmt: skip
 def test_in_float32_the_other_slots_change_no_token(name, slots, count, longest):
     torch.manual_seed(1)

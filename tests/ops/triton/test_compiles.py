@@ -13,7 +13,6 @@ STACK = 1024
 NAMED = {
     ("walk_kernel", "256", "float32"): 1536, ("walk_back_kernel", "256", "float32"): 1600,
     ("walk_back_kernel", "128", "float32"): 2432, ("walk_kernel", "256", "float16"): 1536,
-    ("states_kernel", "43", "float16"): 1536,
 }  # fmt: skip
 """More bytes for kernels of which a program holds all key channels, by kernel, channels and dtype (docs/gpu.md)."""
 FAMILIES = ("gated_scan", "delta_scan", "running_softmax", "gated_mean", "block_attention")
