@@ -45,9 +45,10 @@ BELOW_HOPPER = TILES | {
     ("bf16", False): Tiles(64, 64, 64, 128, 4, 64, 32, 8),
     ("bf16", True): Tiles(64, 64, 64, 64, 8, 32, 32, 8),
     ("tf32", False): Tiles(64, 64, 64, 128, 4, 32, 32, 8),
-    ("tf32", True): Tiles(64, 64, 32, 64, 8, 32, 32, 8),
+    ("tf32", True): Tiles(64, 32, 32, 64, 8, 32, 32, 8),
 }
-"""Before capability 9.0 tensor cores take all operands from registers. Chunks are the same, as is what is stored."""
+"""Before capability 9.0 tensor cores take all operands from registers, and what a walk reads ahead is there too where
+rows are not aligned to 4 bytes (43 channels of float16). Chunks are the same, as is what is stored."""
 
 SEGMENTS = tuple(8 << n for n in range(10))
 """Chunks that a segment of a cut sequence may have."""
