@@ -198,5 +198,13 @@ def ranks_for(of: dict[str, float], tokens: int) -> int:
     return 2 ** max(0, math.ceil(math.log2(bytes_of(of, tokens, 1, LAYERS) / (ROOM - static))))
 
 
+def sent_by_layer(name: str, tokens: int, ranks: int) -> int:
+    """Return the most bytes that one of `ranks` processes, a power of two, sends for a layer in a training step."""
+    (block,) = make_decoder(name, 1).blocks()
+    busiest = sorted({0, min(1, ranks - 1), (ranks - 1) // 2, ranks // 2, ranks - 1})  # all would take hours to count
+    each = block.attention.communication(tokens, ranks, busiest)
+    return max(2 * sent.forward + sent.backward for sent in each)  # computed again: forward twice
+
+
 if __name__ == "__main__":
     RESULT.write_text(json.dumps(measured(), indent=1) + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ from typing import Any
 import pages
 
 from benchmarks.report import described
-from benchmarks.scale import DEPTHS, DIM, HEADS, LAYERS, PROOF, bytes_of, make_decoder, ranks_for, seconds_of
+from benchmarks.scale import DEPTHS, DIM, HEADS, LAYERS, PROOF, bytes_of, ranks_for, seconds_of, sent_by_layer
 from subquad.cli.tables import size
 
 SIZES = (2**20, 2**23, 2**27, 2**30)
@@ -66,8 +66,7 @@ def together(found: dict[str, Any]) -> str:
     def cell(name: str, tokens: int) -> str:
         of = found["mechanisms"][name]
         ranks = ranks_for(of, tokens)
-        each = make_decoder(name, 1).communication(tokens, ranks)
-        sent = LAYERS * max(2 * part.forward + part.backward for part in each)  # computed again: forward twice
+        sent = LAYERS * sent_by_layer(name, tokens, ranks)
         moving = sent / found["link"]["bytes_per_s"]
         return f"{ranks:,} × {_time(seconds_of(of, tokens, ranks, LAYERS))}; {size(sent)} in {_time(moving)}"
 

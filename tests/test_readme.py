@@ -398,7 +398,6 @@ def test_the_index_links_every_page_and_decision():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_the_tables_of_scale_are_those_of_the_results(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     make = importlib.import_module("make_scale")

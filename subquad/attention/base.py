@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial, wraps
 from inspect import Parameter, signature
@@ -358,18 +358,21 @@ class Attention(nn.Module):
         """Return the bytes of the float32 state after one sequence of `tokens` tokens."""
         return state_bytes(self, self._alone, partial(self._tokens, tokens))
 
-    def communication(self, tokens: int, ranks: int) -> tuple[Sent, ...]:
+    def communication(self, tokens: int, ranks: int, of: Sequence[int] | None = None) -> tuple[Sent, ...]:
         """Return the bytes that each of `ranks` processes sends for one sequence of `tokens` tokens, in float32.
 
-        They are counted in runs without data. Gradients are sent in the backward pass. Raises `ValueError` if the
-        tokens aren't a multiple of the ranks, and for a layer that can't be shared.
+        They are counted in runs without data, one for each rank in `of` (None: all). Gradients are sent in the backward
+        pass. Raises `ValueError` if the tokens aren't a multiple of the ranks, for a rank in `of` that isn't one of
+        them, and for a layer that can't be shared.
         """
         if ranks < 1 or tokens < 0 or tokens % ranks:
             raise ValueError(
                 f"the ranks share a sequence equally: tokens must be a multiple of ranks, got {tokens} and {ranks}"
             )
+        if of is not None and not all(0 <= rank < ranks for rank in of):
+            raise ValueError(f"the ranks in of must be from 0 to {ranks - 1}, got {list(of)}")
         check_shared(self)
-        return tuple(bytes_sent(self, self._alone, partial(self._tokens, tokens // ranks), ranks))
+        return tuple(bytes_sent(self, self._alone, partial(self._tokens, tokens // ranks), ranks, of))
 
     def _alone(self, x_BTD: Tensor) -> tuple[Tensor, State]:
         return self(x_BTD)

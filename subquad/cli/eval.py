@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from subquad import adaptation, training
 from subquad.bars import READING, progress, waiting
 from subquad.cli.arguments import RUN_HELP, Parser, check_output, data_is_a_path
+from subquad.cli.precision import add_precision
 from subquad.cli.result_tables import class_table, image_table, position_table, text_table
 from subquad.cli.threads import keep_to_idle_cores
 from subquad.data import TokenSet, TokenShard, prepare
@@ -37,6 +38,8 @@ TASK_OPTIONS: dict[str, tuple[Any, str]] = {
     "prefix_token": (int, "Number of the token put before each text. null: document separator, BOS or the like."),
 }
 """The type and the help of each option of tasks."""
+Precision = Mapping[str, str | None]
+"""`dtype` and `quantize`, the arguments of `set_precision`."""
 TEXT_OPTIONS = ("stride", "windows", "data.path", "data.skip_bad_files", "data.cache")
 
 
@@ -51,6 +54,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("run", type=str, help=f"{RUN_HELP} With --tasks also a transformers model as it is.")
     parser.add_config(EvalConfig)
+    add_precision(parser)
     _add_tasks(parser)
     return parser
 
@@ -63,15 +67,16 @@ def run(arguments: Sequence[str]) -> int:
         names = _task_names(parsed)
         values = parser.instantiate(parsed).as_dict()
         folder = values.pop("run")
+        precision = {name: values.pop(name) for name in ("dtype", "quantize")}
         options = EvalConfig(**{name: value for name, value in values.items() if name not in TASK_OPTIONS})
         check_output("json", options.json)
     keep_to_idle_cores(options.device)
     if names is not None:
-        return _ask(parser, folder, names, parsed, options)
+        return _ask(parser, folder, names, parsed, options, precision)
     evaluation: Evaluation | ClassEvaluation | ImageEvaluation
     if training.runs.is_classifier(folder):
         with parser.checking():
-            classifier = _load_classifier(folder, options)
+            classifier = _load_classifier(folder, options, precision)
         assert classifier.config is not None  # checked in _load_classifier
         evaluation = evaluate_classes(
             classifier.model, classifier.config, options.windows, options.batch_size, console=Console(stderr=True)
@@ -79,14 +84,14 @@ def run(arguments: Sequence[str]) -> int:
         tables = [class_table(evaluation)]
     elif training.runs.is_image_model(folder):
         with parser.checking():
-            model, images_NT = _load_images(folder, options)
+            model, images_NT = _load_images(folder, options, precision)
         with progress("image") as shown:
             evaluation = evaluate_images(model, images_NT, batch_size=options.batch_size, progress=shown)
         tables = [image_table(evaluation)]
     else:
         with parser.checking():
             with waiting(READING):
-                loaded = training.runs.load_run(folder, options.device)
+                loaded = training.runs.load_run(folder, options.device, **precision)
             if options.data.path is None and loaded.config is None:
                 raise ValueError(f"{loaded.folder} has no config.yaml that names its text; give a text by --data.path")
         evaluation = _evaluate(loaded, options)
@@ -99,10 +104,12 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _ask(parser: Parser, folder: str, names: list[str], chosen: Namespace, options: EvalConfig) -> int:
+def _ask(
+    parser: Parser, folder: str, names: list[str], chosen: Namespace, options: EvalConfig, precision: Precision
+) -> int:
     """Measure on tasks and print; return the exit status."""
     with parser.checking():
-        loaded = load_for_tasks(folder, options)
+        loaded = load_for_tasks(folder, options, precision)
         from subquad.evaluation.harness import prepare_tasks
 
         prepared = prepare_tasks(
@@ -172,29 +179,31 @@ def text_of(
     return corpus.held_out
 
 
-def _load_classifier(folder: str, options: EvalConfig) -> training.runs.LoadedClassifier:
+def _load_classifier(folder: str, options: EvalConfig, precision: Precision) -> training.runs.LoadedClassifier:
     """Return the classifier in `folder`; `ValueError` for options of texts and for a folder without config.yaml."""
-    texts = {"length": options.length, "stride": options.stride, "data.path": options.data.path}
-    for name, value in texts.items():
-        if value is not None:
-            raise ValueError(f"{folder} holds a classifier: {name}={value!r} is for texts; leave it out")
+    _refuse(folder, "a classifier", options, precision, {"data.path": options.data.path})
     loaded = training.runs.load_classifier(folder, options.device)
     if loaded.config is None:
         raise ValueError(f"{folder} has no config.yaml that names its test sequences")
     return loaded
 
 
-def _load_images(folder: str, options: EvalConfig) -> tuple[ImageModel, Tensor]:
+def _load_images(folder: str, options: EvalConfig, precision: Precision) -> tuple[ImageModel, Tensor]:
     """Return the model in `folder` and images as bytes `[N, T]`; `ValueError` for options of texts."""
     data = options.data
-    texts = {"length": options.length, "stride": options.stride, "data.cache": data.cache}
-    for name, value in {**texts, "data.skip_bad_files": data.skip_bad_files or None}.items():
-        if value is not None:
-            raise ValueError(f"{folder} holds an image model: {name}={value!r} is for texts; leave it out")
+    more = {"data.cache": data.cache, "data.skip_bad_files": data.skip_bad_files or None}
+    _refuse(folder, "an image model", options, precision, more)
     runs = training.runs
     loaded = runs.load_image_run(folder, options.device)
     images = runs.images_for(loaded, data.path).held_out
     return loaded.model, runs.chosen(images, options.windows).flat
+
+
+def _refuse(folder: str, held: str, options: EvalConfig, precision: Precision, more: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for options of texts with a model of another kind, which `folder` holds."""
+    for name, value in {"length": options.length, "stride": options.stride, **precision, **more}.items():
+        if value is not None:
+            raise ValueError(f"{folder} holds {held}: {name}={value!r} is for texts; leave it out")
 
 
 class Loaded(NamedTuple):
@@ -228,7 +237,7 @@ def _task_names(chosen: Namespace) -> list[str] | None:
     return names
 
 
-def load_for_tasks(folder: str, config: EvalConfig) -> Loaded:
+def load_for_tasks(folder: str, config: EvalConfig, precision: Precision) -> Loaded:
     """Load the model and tokenizer of a run or of any folder that AutoModelForCausalLM reads."""
     if training.runs.is_classifier(folder):
         raise ValueError(f"{folder} holds a classifier: --tasks is for language models; leave it out")
@@ -236,8 +245,11 @@ def load_for_tasks(folder: str, config: EvalConfig) -> Loaded:
     from subquad.hf import SubquadConfig
 
     if not file.is_file() or read_json_mapping(file).get("model_type") == SubquadConfig.model_type:
-        run = training.runs.load_run(folder, config.device)
+        run = training.runs.load_run(folder, config.device, **precision)
         length = run.config.batch.length if run.config else DEFAULT_LENGTH
         return Loaded(run.decoder, run.tokenizer, config.length or length)
+    for name, value in precision.items():
+        if value is not None:
+            raise ValueError(f"{folder} holds a transformers model: {name}={value!r} is for subquad's; leave it out")
     model, tokenizer = adaptation.adapters.open_foreign(folder, config.device)
     return Loaded(model, tokenizer, config.length)

@@ -1,4 +1,4 @@
-"""The options --dtype and --quantize of `subquad generate` and `subquad serve`."""
+"""The options --dtype and --quantize of `subquad generate`, `serve` and `eval`."""
 
 from __future__ import annotations
 

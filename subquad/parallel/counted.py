@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
@@ -25,9 +25,14 @@ class CountingGroup(ContextGroup):
         return lambda: None
 
 
-def bytes_sent(layer: nn.Module, run: Run, make_input: MakeInput, ranks: int) -> list[Sent]:
-    """Return the bytes that each rank sends, forward and backward in float32, if each calls `run(make_input())`."""
-    groups = [CountingGroup(rank, ranks) for rank in range(ranks)]
+def bytes_sent(
+    layer: nn.Module, run: Run, make_input: MakeInput, ranks: int, of: Iterable[int] | None = None
+) -> list[Sent]:
+    """Return the bytes that ranks send, forward and backward in float32, if each calls `run(make_input())`.
+
+    `of` are the ranks that are counted; None: all.
+    """
+    groups = [CountingGroup(rank, ranks) for rank in (range(ranks) if of is None else of)]
     with without_data(layer, training=False) as call:
         for group in groups:
             with context_parallel(group):

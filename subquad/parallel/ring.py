@@ -42,7 +42,7 @@ class _Ring(torch.autograd.Function):
         for step in range(group.size):
             coming, wait = _rotate(block, group, step)
             owner = (group.rank - step) % group.size
-            if owner <= group.rank:
+            if owner <= group.rank and (step == 0 or not q_BHTK.is_meta):  # without data, blocks only travel
                 out, lse = attend(q_BHTK, block[0], block[1], own, owner * tokens)
                 out = out.to(lse.dtype)
                 merged = (out, lse) if merged is None else merge_attention(*zip(merged, (out, lse), strict=True))
@@ -64,7 +64,7 @@ class _Ring(torch.autograd.Function):
         for step in range(group.size):
             coming, wait = _rotate(block, group, step, backward=True)
             owner = (group.rank - step) % group.size
-            if owner <= group.rank:
+            if owner <= group.rank and (step == 0 or not q.is_meta):
                 parts = _gradients(ctx.attend, (q, *block), own, owner * tokens, out, lse, grad)
                 dq += parts[0]
                 for total, part in zip(home if step == 0 else travelling, parts[1:], strict=True):

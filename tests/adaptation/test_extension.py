@@ -202,7 +202,7 @@ def test_attention_and_dtype_can_be_kept_in_the_merged_model(home):
 
 
 def test_tasks_are_asked_of_the_extended_model(home):
-    loaded = load_for_tasks(str(home / "run"), EvalConfig(device="cpu"))
+    loaded = load_for_tasks(str(home / "run"), EvalConfig(device="cpu"), {})
     expected = extended.open_extension(home / "run").get_base_model().eval()
     tokens = torch.arange(40)[None]
     assert_exact(loaded.model(tokens).logits, expected(tokens).logits)

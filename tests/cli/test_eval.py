@@ -14,6 +14,7 @@ from subquad.cli import main
 from subquad.data.vocabularies import SEPARATOR, train_bpe
 from subquad.hf.encoders import SubquadClassifierConfig
 from subquad.program import install
+from subquad.testing import assert_in_budget
 from tests.cli.folders import save_model
 
 
@@ -44,6 +45,14 @@ def test_eval_reads_the_whole_of_another_text(trained, tmp_path, printed):
     assert (found["length"], found["stride"]) == (16, 4)
     found = measured(printed, trained, *text, "--windows", "2")[1]
     assert (found["tokens"], found["text_bytes"]) == (32, 33)
+
+
+def test_eval_measures_weights_in_fewer_bits(trained, printed):
+    precisions = ["", "--dtype float32", "--dtype float16", "--quantize int8", "--quantize int8 --dtype bfloat16"]
+    losses = [measured(printed, trained, "--windows", "2", *asked.split())[1]["loss"] for asked in precisions]
+    assert losses[0] == losses[1]
+    assert len(set(losses)) == 4
+    assert_in_budget(*torch.tensor([losses[2:], [losses[4]] * 3, [losses[0]] * 3]), torch.bfloat16)
 
 
 def test_eval_warns_of_crlf_line_ends_in_tokens_of_the_cache_too(trained, tmp_path, caplog, printed):
@@ -113,6 +122,7 @@ def test_tasks_are_measured_in_the_models_window(folders, printed, tmp_path, mon
     ("ours", ["--limit", "3"], "--limit is for tasks: name them with --tasks"),
     ("ours", [*OURS, "--stride", "3"], "--stride is for a text and can't be combined with --tasks"),
     ("ours", ["--tasks", " ,"], "--tasks must name at least one task, such as a,b,c, got ' ,'"),
+    ("gpt2", [*OURS, "--quantize", "int8"], "holds a transformers model: quantize='int8' is for subquad's; leave it"),
     ("classifier", OURS, "holds a classifier: --tasks is for language models; leave it out"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused_before_the_model_is_asked(folders, refused, folder, arguments, message):

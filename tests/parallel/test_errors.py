@@ -1,5 +1,6 @@
 """Layers, models and inputs that several processes can't share are refused with the reason."""
 
+import re
 import threading
 
 import pytest
@@ -86,6 +87,15 @@ def test_unsupported_models_and_inputs(group, call, match):
 def test_parts_are_equal(tokens, ranks):
     with pytest.raises(ValueError, match=f"must be a multiple of ranks, got {tokens} and {ranks}"):
         build("latte", **SIZES).communication(tokens, ranks)
+
+
+def test_some_ranks_are_counted_as_among_all():
+    layer = build("full", **SIZES)
+    every = layer.communication(12, 6)
+    assert layer.communication(12, 6, of=(5, 0, 2)) == (every[5], every[0], every[2])
+    for of in ([6], [-1]):
+        with pytest.raises(ValueError, match=re.escape(f"the ranks in of must be from 0 to 5, got {of}")):
+            layer.communication(12, 6, of=of)
 
 
 def test_a_group_is_active_in_its_block_and_thread_only():

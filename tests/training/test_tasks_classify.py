@@ -89,6 +89,7 @@ def test_commands_refuse_what_only_texts_have_and_a_folder_without_its_task(trai
     for message, command, *options in (
         ("holds a classifier: length=7 is for texts; leave it out", "eval", "--length", "7"),
         ("holds a classifier: data.path='x.txt' is for texts; leave it out", "eval", "--data", "x.txt"),
+        ("holds a classifier: dtype='float16' is for texts; leave it out", "eval", "--dtype", "float16"),
         ("windows must be at least 1, got 0", "eval", "--windows", "0"),
         ("holds a classifier, which labels sequences and predicts no text; measure", "generate", "--prompt", "x"),
     ):

@@ -211,6 +211,7 @@ def test_a_changed_run_is_not_resumed(trained, make_config, data, tmp_path):
     ("complete --path nowhere", "there is no file or folder 'nowhere'"),
     ("eval --length 7", "holds an image model: length=7 is for texts; leave it out"),
     ("eval --data.skip_bad_files true", "holds an image model: data.skip_bad_files=True is for texts"),
+    ("eval --quantize int8", "holds an image model: quantize='int8' is for texts; leave it out"),
     ("eval --json nowhere/x.json", "for --json"),
 ])  # fmt: skip
 def test_commands_refuse_what_they_cannot_do(trained, capsys, command, message):
