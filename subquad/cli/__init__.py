@@ -8,8 +8,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 from subquad import program
 from subquad.checksums import trusting
@@ -85,9 +85,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(command: str, arguments: list[str]) -> int:
     """Import the command's module (and torch) and run it, with the allocator set to keep freed memory."""
     with needed(f"subquad {command}", NEEDED.get(command)):
-        module = importlib.import_module(COMMANDS[command])
-        importlib.import_module("subquad.memory").keep_freed_memory()
+        with _loading():
+            module = importlib.import_module(COMMANDS[command])
+            importlib.import_module("subquad.memory").keep_freed_memory()
         return int(module.run(arguments))
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    """Show `loading` on a terminal within the block, which imports torch for seconds."""
+    shown = sys.stderr.isatty()
+    if shown:
+        sys.stderr.write("loading\r")
+        sys.stderr.flush()
+    try:
+        yield
+    finally:
+        if shown:
+            sys.stderr.write(" " * len("loading") + "\r")
 
 
 def guarded(run: Callable[[list[str]], int], arguments: Sequence[str], *, informs: bool = False) -> int:

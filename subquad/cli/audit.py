@@ -20,6 +20,7 @@ from rich.text import Text
 from torch import nn
 
 from subquad.attention import mechanism, names
+from subquad.bars import READING, waiting
 from subquad.cli.arguments import Parser
 from subquad.cli.tables import console, print_table, show_line
 from subquad.cli.threads import keep_to_idle_cores
@@ -71,7 +72,8 @@ def run(arguments: Sequence[str]) -> int:
         _check(chosen)
         config = AuditConfig(**{name: chosen[name] for name in AuditConfig.__dataclass_fields__})
         report = None if chosen.replay is None else _report(chosen.replay, chosen.model or chosen.attention)
-        models = _models(chosen, config.seed)
+        with waiting(READING):
+            models = _models(chosen, config.seed)
         text = None if chosen.text is None else _text(chosen.model, chosen.text)
     if report is not None:
         return _replay(parser, models, report)

@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import Tensor
 
 from subquad import training
-from subquad.bars import progress
+from subquad.bars import READING, progress, waiting
 from subquad.cli.arguments import Parser, check_output, picture_file
 from subquad.cli.result_tables import facts
 from subquad.cli.threads import keep_to_idle_cores
@@ -152,7 +152,8 @@ class Completions:
 
 def prepare(asked: Namespace) -> Subject:
     """Load model, images and mask; `ValueError` or `FileNotFoundError` if one is missing or doesn't fit."""
-    loaded = training.runs.load_image_run(asked.run, asked.device)
+    with waiting(READING):
+        loaded = training.runs.load_image_run(asked.run, asked.device)
     height, width, _ = loaded.model.config.shape
     mask_HW = occlusion(asked.occlude, height, width, seed=asked.seed)
     found = training.runs.images_for(loaded, asked.path)

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from subquad import training
+from subquad.bars import READING, waiting
 from subquad.generation.speculative import MakeDraft, ModelDraft, NgramDraft
 
 DRAFT_HELP = (
@@ -26,7 +27,8 @@ def draft_of(asked: str | None, loaded: training.runs.LoadedRun, device: str) ->
         return NgramDraft
     if not Path(asked).is_dir():
         raise FileNotFoundError(f"--draft must be ngram or the folder of a smaller model; there is no folder {asked}")
-    draft = training.runs.load_run(asked, device)
+    with waiting(READING):
+        draft = training.runs.load_run(asked, device)
     if draft.tokenizer.to_str() != loaded.tokenizer.to_str():
         raise ValueError(f"--draft needs a model with the tokenizer of {loaded.folder}, and {asked} has another one")
     return partial(ModelDraft, draft.decoder)

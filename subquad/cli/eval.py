@@ -75,7 +75,7 @@ def run(arguments: Sequence[str]) -> int:
         return _ask(parser, folder, names, parsed, options, precision)
     evaluation: Evaluation | ClassEvaluation | ImageEvaluation
     if training.runs.is_classifier(folder):
-        with parser.checking():
+        with parser.checking(), waiting(READING):
             classifier = _load_classifier(folder, options, precision)
         assert classifier.config is not None  # checked in _load_classifier
         evaluation = evaluate_classes(
@@ -83,7 +83,7 @@ def run(arguments: Sequence[str]) -> int:
         )
         tables = [class_table(evaluation)]
     elif training.runs.is_image_model(folder):
-        with parser.checking():
+        with parser.checking(), waiting(READING):
             model, images_NT = _load_images(folder, options, precision)
         with progress("image") as shown:
             evaluation = evaluate_images(model, images_NT, batch_size=options.batch_size, progress=shown)
@@ -109,7 +109,8 @@ def _ask(
 ) -> int:
     """Measure on tasks and print; return the exit status."""
     with parser.checking():
-        loaded = load_for_tasks(folder, options, precision)
+        with waiting(READING):
+            loaded = load_for_tasks(folder, options, precision)
         from subquad.evaluation.harness import prepare_tasks
 
         prepared = prepare_tasks(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from subquad import training
+from subquad.bars import READING, waiting
 from subquad.checksums import write_checksums
 from subquad.cli.arguments import Parser
 from subquad.data.files import MODEL_FILES
@@ -39,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     """Parse, convert and write; return the exit status."""
     parser = make_parser()
     chosen = parser.parse_args(arguments)
-    with parser.checking():
+    with parser.checking(), waiting(READING):
         target = check_new(chosen.out)
         ours, home = training.runs.load_language_model(chosen.run)
         from subquad.hf import to_transformers

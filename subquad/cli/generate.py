@@ -467,7 +467,7 @@ def _draw_images(parser: Parser, asked: Namespace) -> None:
         sampling = SamplingConfig(temperature=asked.temperature, seed=asked.seed)
         out = picture_file(asked.out, Path(asked.run) / "images.png")
     seed = int.from_bytes(os.urandom(4), "little") if sampling.seed is None else sampling.seed
-    with parser.checking():
+    with parser.checking(), waiting(READING):
         loaded = training.runs.load_image_run(asked.run, asked.device, asked.adapter)
     with progress("byte") as shown:
         drawn = generate_images(

@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from subquad.bars import READING, waiting
 from subquad.checksums import check_unchanged
 from subquad.cli.arguments import Parser
 from subquad.cli.exporting import check_new, write_model
@@ -43,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
     """Parse, convert and write; return the exit status."""
     parser = make_parser()
     chosen = parser.parse_args(arguments)
-    with parser.checking():
+    with parser.checking(), waiting(READING):
         target = check_new(chosen.out)
         model = _model(chosen.model)
         tokenizer = _tokenizer(chosen.model, chosen.tokenizer)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from subquad import adaptation
+from subquad.bars import READING, waiting
 from subquad.cli.arguments import Parser, check_output
 from subquad.cli.tables import count, print_table, size
 from subquad.config import suggest
@@ -88,7 +89,7 @@ def _show(found: Sequence[adaptation.adapters.Adapter], *, markdown: bool) -> No
 def _merge(arguments: Sequence[str]) -> int:
     parser = make_parser("merge")
     chosen = parser.parse_args(arguments)
-    with parser.checking():
+    with parser.checking(), waiting(READING):
         merging = adaptation.adapters.open_merging(chosen.run, chosen.out, chosen.base)
     merging.write()
     measure = "audit" if merging.extension else "eval"

@@ -10,7 +10,7 @@ from pathlib import Path
 from jsonargparse import Namespace
 
 from subquad import training
-from subquad.bars import counter
+from subquad.bars import READING, counter, waiting
 from subquad.cli.arguments import Parser
 from subquad.cli.eval import text_of
 from subquad.cli.tables import print_table
@@ -73,7 +73,8 @@ def run(arguments: Sequence[str]) -> int:
     keep_to_idle_cores(chosen.device)
     with parser.checking():
         options = read_options(chosen)
-        subjects = load_subjects(chosen.runs, options)
+        with waiting(READING):
+            subjects = load_subjects(chosen.runs, options)
         options = _completed(options, subjects)
         for subject in subjects:
             for length in options.lengths:

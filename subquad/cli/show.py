@@ -203,7 +203,8 @@ def _reading_example(chosen: Namespace) -> tuple[list[matrices.WeightMatrix], li
     """Return the weights of a classifier that reads a held-out sequence of its task, and the labels of its rows."""
     if chosen.text is not None:
         raise ValueError("--text is for a language model; choose a sequence of the classifier's task by --example")
-    loaded = training.runs.load_classifier(chosen.run, "cpu")
+    with waiting(READING):
+        loaded = training.runs.load_classifier(chosen.run, "cpu")
     if loaded.config is None:
         raise ValueError(f"{loaded.folder} has no config.yaml that names the sequences of its task")
     items: Any = labelled(loaded.config).held_out
@@ -292,10 +293,11 @@ def _layers(chosen: Namespace) -> list[Attention]:
     _only_fresh(chosen)
     runs, folder = training.runs, chosen.run
     model: nn.Module
-    if runs.is_classifier(folder):
-        model = runs.load_classifier(folder, "cpu").model
-    else:
-        model = runs.load_run(folder, "cpu").decoder
+    with waiting(READING):
+        if runs.is_classifier(folder):
+            model = runs.load_classifier(folder, "cpu").model
+        else:
+            model = runs.load_run(folder, "cpu").decoder
     return [block.attention for block in matrices.blocks(model)]
 
 

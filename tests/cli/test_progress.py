@@ -1,11 +1,12 @@
 """Bars of commands that take long: on a terminal, on standard error alone."""
 
 import io
+from contextlib import suppress
 
 import pytest
 from rich.console import Console
 
-from subquad.bars import waiting
+from subquad.bars import READING, waiting
 from subquad.cli import main
 
 LENGTH = ["--prompt", "line", "--max_tokens", "3", "--temperature", "0"]
@@ -59,3 +60,19 @@ def test_a_sign_of_waiting_is_shown_on_a_terminal_alone(terminal):
     with waiting("reading the model", Console(file=shown, force_terminal=terminal, width=60)):
         pass
     assert ("reading the model" in shown.getvalue()) == terminal
+
+
+@pytest.mark.parametrize("command", [
+    "eval RUN --windows 1", "generate RUN --prompt line --max_tokens 1", "show weights RUN --text line --out x.png",
+    "audit RUN --tokens 8 --repeats 1", "export RUN --out RUN", "list",
+], ids=lambda command: command.split()[0])  # fmt: skip
+def test_loading_and_reading_are_seen_on_a_terminal_alone(trained, tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("subquad.evaluation.drawing.save", lambda figure, file: None)
+    for terminal in (True, False):
+        monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal)
+        with suppress(SystemExit):  # export writes to no folder that is there
+            main([str(trained) if word == "RUN" else word for word in command.split()])
+        shown = capsys.readouterr().err
+        assert shown.startswith("loading\r       \r") == terminal
+        assert (READING in shown) == (terminal and "RUN" in command)
