@@ -238,10 +238,30 @@ class Draft(Past):
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are kept for these tokens."""
-        held: list[Any] = [x_BSC for _, x_BSC, _ in self._rows]
-        for _, memory, q, _ in self._reads:
-            held += [q, *vars(memory).values()]
-        return [x for x in held if isinstance(x, Tensor) and not isinstance(x, Parameter)]
+        found: list[Tensor] = []
+
+        def note(x: Tensor) -> Tensor:
+            found.append(x)
+            return x
+
+        self.map(note)
+        return found
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Draft:
+        """Return the same tokens with `change(x)` in place of each tensor that is kept, in the order of `tensors`."""
+
+        def changed(values: dict[str, Any]) -> dict[str, Any]:
+            held = {name: x for name, x in values.items() if isinstance(x, Tensor) and not isinstance(x, Parameter)}
+            return {name: change(x) for name, x in held.items()}
+
+        after = copy(self)
+        after._rows = [(name, change(x_BSC), count) for name, x_BSC, count in self._rows]
+        after._reads = [
+            (name, replace(memory, **changed(vars(memory))), changed({"q": q}).get("q", q), first)
+            for name, memory, q, first in self._reads
+        ]
+        after.entries = self.entries | changed({name: x for name, x in self.entries.items() if name == "handed"})
+        return after
 
     def release(self) -> None:
         """Forget the states before and after these tokens."""

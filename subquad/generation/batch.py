@@ -12,6 +12,7 @@ from subquad.generation.reading import Reading
 from subquad.generation.requests import Finished, Request, next_tokens
 from subquad.generation.sampling import SamplingConfig
 from subquad.generation.speculative import MakeDraft, SpeculativeBatchState
+from subquad.generation.static_speculation import StaticSpeculativeBatchState, guessing_state
 from subquad.inference import inference
 from subquad.models import Decoder
 from subquad.state import State
@@ -72,14 +73,14 @@ class BatchDecoder:
             )
         self._prefixes = PrefixCache(prefix_bytes) if prefix_bytes else None
         self._batch_state: BatchState
-        self._guessing = None if draft is None else SpeculativeBatchState(model, slots, draft)
-        if self._guessing is not None:
-            self._batch_state = self._guessing
-        elif model.static_shapes:
-            with inference(model):
+        self._guessing: SpeculativeBatchState | StaticSpeculativeBatchState | None = None
+        with inference(model):
+            if draft is not None:
+                self._batch_state = self._guessing = guessing_state(model, slots, draft, record=record)
+            elif model.static_shapes:
                 self._batch_state = StaticBatchState(model, slots, max_context, compile=compile, record=record)
-        else:
-            self._batch_state = DynamicBatchState(model, slots)
+            else:
+                self._batch_state = DynamicBatchState(model, slots)
         self._free = list(range(slots - 1, -1, -1))
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}
@@ -102,7 +103,7 @@ class BatchDecoder:
     @property
     def guesses(self) -> tuple[int, int]:
         """Return how many guesses were right, and how many there were."""
-        return (0, 0) if self._guessing is None else (self._guessing.accepted, self._guessing.guessed)
+        return (0, 0) if self._guessing is None else (self._guessing.drafts.accepted, self._guessing.drafts.guessed)
 
     @property
     def prefixes(self) -> PrefixCounts:

@@ -9,25 +9,20 @@ Shape letters: B slots, V vocabulary.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from subquad.attention.conversions import from_static_cache, to_static_cache
-from subquad.generation.recorded import Recorded, flat, joined, split
-from subquad.generation.replayed import Replayed
+from subquad.generation.recorded import flat, joined, split
+from subquad.generation.static_step import StaticStep
 from subquad.inference import device_of
 from subquad.layers.attached import attached
 from subquad.models import Decoder
 from subquad.state import State, fitted
-
-logger = logging.getLogger(__name__)
 
 
 class BatchState(ABC):
@@ -84,7 +79,6 @@ class StaticBatchState(BatchState):
         self, model: Decoder, slots: int, capacity: int, *, compile: bool = False, record: bool = True
     ) -> None:
         self._model, self._capacity = model, capacity
-        self._compile, self._record = compile, record
         self._first, blank = self._blanks()
         self._shapes = shapes_of(blank)
         self._blank = row_of(blank, 0)
@@ -93,7 +87,9 @@ class StaticBatchState(BatchState):
         self._bytes = self._like.nbytes
         self._device = device_of(model)
         self._active_B = torch.zeros(slots, dtype=torch.long, device=self._device)
-        self._steps: dict[bool, Any] = {}
+        self._refused = partial(attached, model) if record else partial(str, "it is switched off")
+        self._step = StaticStep(flat(self._forward, self._like), self._refused, compile=compile)
+        self._steps = [self._step]
 
     def insert(self, slot: int, state: State | None) -> None:
         """Begin a sequence in an empty slot, with `state` or (None) before its first token."""
@@ -105,7 +101,10 @@ class StaticBatchState(BatchState):
 
     def state_of(self, slot: int) -> State:
         """Return a copy of the slot's state without the entries before its first token."""
-        state = row_of(joined(self._like, self._tensors), slot)
+        return self._usual(row_of(joined(self._like, self._tensors), slot))
+
+    def _usual(self, state: State) -> State:
+        """Return the state of a row as the model returns it."""
         state = self._model.change_layers(state, from_static_cache)
         return fit(state, trimmed(self._shapes, self._first, int(state.seen)))
 
@@ -122,42 +121,16 @@ class StaticBatchState(BatchState):
         return logits_BV
 
     def _read(self, tokens_B1: Tensor) -> Tensor:
-        autocast = torch.is_autocast_enabled(self._device.type)
-        step: Any = self._steps.get(autocast)
-        if isinstance(step, Recorded) or (isinstance(step, Replayed) and not step.stale):
-            # The recorded step has autocast's casts among its operations.
-            with torch.autocast(self._device.type, enabled=False) if autocast else nullcontext():
-                if isinstance(step, Replayed):
-                    return step(tokens_B1).clone()
-                self._steps[autocast] = made = Replayed(step, tokens_B1, self._active_B, self._tensors)
-                return made.logits_BV.clone()
-        inputs = [tokens_B1, self._active_B, *self._tensors]
-        first = step is None or isinstance(step, Replayed)
-        logits_BV, *after = self._first_step(autocast, inputs) if first else step(*inputs)
-        if any(isinstance(step, Replayed) for step in self._steps.values()):
+        logits_BV, *after = self._step(tokens_B1, self._active_B, self._tensors)
+        self._keep(after)
+        return logits_BV
+
+    def _keep(self, after: list[Tensor]) -> None:
+        """Make `after` the state."""
+        if any(step.is_replayed for step in self._steps):
             _write(self._tensors, after)  # a replayed step reads its state from these tensors alone
         else:
             self._tensors = after
-        return logits_BV
-
-    def _first_step(self, autocast: bool, inputs: list[Tensor]) -> list[Tensor]:
-        """Take a step that calls the modules, and record it unless something is attached to them."""
-        step = flat(self._forward, joined(self._like, self._tensors))
-        recorded, why = None, attached(self._model) if self._record else "it is switched off"
-        if why is None:
-            recorded = Recorded(step, inputs)
-            made, why = recorded.outputs, recorded.refused
-        else:
-            made = step(*inputs)
-        if recorded is None or why is not None:
-            log_not_recorded(why)
-            self._steps[autocast] = step
-        elif self._compile:
-            self._steps[autocast] = torch.compile(recorded.graph(), dynamic=False, fullgraph=True)
-        elif all(old.dtype == new.dtype for old, new in zip(self._tensors, made[1:], strict=True)):
-            logger.info("the decoding step is recorded: %d operations", len(recorded.calls))
-            self._steps[autocast] = recorded
-        return made
 
     def bytes_of(self, slot: int) -> int:
         """Return the bytes of one slot, the same for all."""
@@ -171,9 +144,11 @@ class StaticBatchState(BatchState):
     def _forward(self, tokens_B1: Tensor, active_B: Tensor, state: State) -> tuple[Tensor, State]:
         """Return logits and a contiguous state: other strides than those of a new row would compile the step again."""
         logits_B1V, state = self._model(tokens_B1, state)
+        return logits_B1V[:, -1], self._static_after(state, active_B)
+
+    def _static_after(self, state: State, active_B: Tensor) -> State:
         # The count of an empty slot stays zero, so that it never reaches a limit of positions.
-        state = fit(state, self._shapes).map(lambda x: x * active_B if x.ndim == 1 else x.contiguous())
-        return logits_B1V[:, -1], state
+        return fit(state, self._shapes).map(lambda x: x * active_B if x.ndim == 1 else x.contiguous())
 
     def _static(self, state: State) -> State:
         return self._model.change_layers(state, partial(to_static_cache, capacity=self._capacity))
@@ -198,12 +173,6 @@ class StaticBatchState(BatchState):
         tokens_BT = torch.zeros(1, tokens, dtype=torch.long, device=device_of(self._model))
         state = self._model.hidden(tokens_BT, None, torch.zeros_like(tokens_BT, dtype=torch.bool))[1]
         return self._static(row_of(state, 0))
-
-
-@cache  # once for each reason: a training generates samples again and again
-def log_not_recorded(why: str) -> None:
-    """Log that decoding calls the model's modules, and why."""
-    logger.info("decoding steps call the model's modules and are not recorded: %s", why)
 
 
 def _write(tensors: list[Tensor], values: list[Tensor]) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 
-from subquad.generation.batch_state import BatchState, DynamicBatchState, StaticBatchState, as_tensor, log_not_recorded
+from subquad.generation.batch_state import BatchState, DynamicBatchState, StaticBatchState, as_tensor
 from subquad.generation.reading import Reading
 from subquad.generation.requests import Request, next_tokens
 from subquad.generation.sampling import SamplingConfig
 from subquad.generation.speculative import MakeDraft, SpeculativeBatchState
+from subquad.generation.static_speculation import StaticSpeculativeBatchState, guessing_state
+from subquad.generation.static_step import log_not_recorded
 from subquad.inference import inference
 from subquad.layers.attached import attached
 from subquad.models import Decoder
@@ -98,7 +100,7 @@ class Generation(Iterator[int]):
         self._reading = Reading(model, prompt, state, piece=sampling.prefill_chunk)
         self._request = Request(model, self._reading, sampling, stop_tokens=stop_tokens)
         self._batch_state: BatchState | None = None
-        self._guessing: SpeculativeBatchState | None = None
+        self._guessing: SpeculativeBatchState | StaticSpeculativeBatchState | None = None
         self._made: deque[int] = deque()
         """Tokens that were chosen in one pass, and not returned yet."""
 
@@ -112,7 +114,7 @@ class Generation(Iterator[int]):
     @property
     def guesses(self) -> tuple[int, int]:
         """Return how many guesses were right, and how many there were."""
-        return (0, 0) if self._guessing is None else (self._guessing.accepted, self._guessing.guessed)
+        return (0, 0) if self._guessing is None else (self._guessing.drafts.accepted, self._guessing.drafts.guessed)
 
     def prefill(self) -> None:
         """Read all but the last token of the prompt, in pieces; the first token does this too."""
@@ -157,9 +159,8 @@ class Generation(Iterator[int]):
         model, state, tokens = self._model, self._reading.state, self._sampling.max_tokens
         if state is not None:
             model.check_state(state, 1)
-        if self._draft is not None:
-            why: str | None = "they read guesses"
-        elif not model.static_shapes or model.state_grows or model.most_tokens is not None:
+        why: str | None
+        if not model.static_shapes or model.state_grows or model.most_tokens is not None:
             why = "the state has no constant size, or the model a last position"
         elif self._record is False or (self._record is None and tokens < RECORD_FROM):
             why = "it is switched off" if self._record is False else f"{tokens} tokens are fewer than {RECORD_FROM}"
@@ -170,10 +171,10 @@ class Generation(Iterator[int]):
         else:
             model.warn_on_length(tokens + (0 if state is None else int(state.seen)))
         batch_state: BatchState
-        if self._draft is not None:
-            batch_state = self._guessing = SpeculativeBatchState(model, 1, self._draft)
-        else:
+        if self._draft is None:
             batch_state = StaticBatchState(model, 1, 1) if why is None else DynamicBatchState(model, 1)
+        else:
+            batch_state = self._guessing = guessing_state(model, 1, self._draft, record=why is None)
         batch_state.insert(0, state)
         self._reading.state = None
         return batch_state

@@ -231,15 +231,19 @@ def memory_of(x: Tensor) -> int | None:
     return x.untyped_storage()._cdata if type(x) in (Tensor, Parameter) else None
 
 
-Step = Callable[[Tensor, Tensor, State], tuple[Tensor, State]]
+Step = Callable[[Tensor, Tensor, State], tuple[Any, ...]]
+FlatStep = Callable[..., list[Tensor]]
 
 
-def flat(step: Step, like: State) -> Callable[..., list[Tensor]]:
-    """Return `step` as a function of `tokens`, `active` and the tensors of a state like `like`."""
+def flat(step: Step, like: State) -> FlatStep:
+    """Return `step` as a function of `tokens`, `active` and the tensors of a state like `like`.
 
-    def run(tokens_B1: Tensor, active_B: Tensor, *tensors: Tensor) -> list[Tensor]:
-        logits_BV, after = step(tokens_B1, active_B, joined(like, tensors))
-        return [logits_BV, *split(after)]
+    `step` returns logits, the next state and perhaps more tensors.
+    """
+
+    def run(tokens_BK: Tensor, active_B: Tensor, *tensors: Tensor) -> list[Tensor]:
+        logits, after, *more = step(tokens_BK, active_B, joined(like, tensors))
+        return [logits, *split(after), *more]
 
     return run
 

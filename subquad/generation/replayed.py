@@ -39,6 +39,10 @@ reads memory at half of the speed of a sum; after the sum the tile is in the cor
 precision read as fast as a sum."""
 TILE = 2**20
 """Most bytes of a tile: what a core's own cache holds."""
+FEW_ROWS = 8
+"""Most rows that are multiplied by a matrix of at least READ_AHEAD bytes as `(w x^T)^T`. MKL does that in half of the
+time of `x w^T` (2 to 5 rows; about the same from 12 on). The sums are added in another order: it is the one operation
+of a recorded step with other bits than the modules'."""
 SHAPED = (aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full)
 """Operations that read only the shape of their tensor."""
 ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
@@ -49,7 +53,8 @@ EXACT = (torch.float32, torch.float64)
 class Replayed:
     """The recorded step as calls: `step(tokens)` returns the logits `[B, V]` and writes the next state into `state`.
 
-    The constructor takes the second step, whose logits are `logits_BV`. Once no later operation reads a result, its
+    The constructor takes the second step, whose logits are `logits_BV`. `more` are the tensors that the step returns
+    after the next state; each step overwrites them. Once no later operation reads a result, its
     memory is given to another result, so that all of them together need little more than those of one layer.
     """
 
@@ -74,7 +79,8 @@ class Replayed:
                 if (memory := self._memory.pop(root, None)) is not None:
                     self._spare[memory.dtype, memory.device, len(memory)].append(memory)
         self.logits_BV, *after = [self._tensors[slot] for slot in recorded.results]
-        self._write_state(state, after)
+        self.more = after[len(state) :]
+        self._write_state(state, after[: len(state)])
         del self._tensors, self._memory, self._spare
 
     def __call__(self, tokens_B1: Tensor) -> Tensor:
@@ -101,10 +107,11 @@ class Replayed:
     def _add(self, call: Call, last: dict[Slot, int]) -> None:
         """Run an operation once, and add the calls that repeat it."""
         args, kwargs = call.arguments(self._tensors)
+        function = _few_rows_product if call.function is aten.mm.default and _has_few_rows(*args) else call.function
         if call.writes:
             self._do(partial(IN_PLACE.get(call.function.overloadpacket, call.function), *args, **kwargs))
             return
-        again = partial(call.function, *args, **kwargs)
+        again = partial(function, *args, **kwargs)
         made = again() if call.several else [again()]
         pairs = zip(call.results, made, strict=True)
         found = {slot: x for slot, x in pairs if slot is not None and slot not in self._tensors}
@@ -177,7 +184,19 @@ def _directly(function: Any, out: Tensor, *args: Any, **kwargs: Any) -> Calls:
     return [partial(WRITING[function.overloadpacket], *args, out=out, **kwargs)]
 
 
+def _has_few_rows(x_BC: Tensor, w_CD: Tensor) -> bool:
+    on_cpu = x_BC.device.type == "cpu" and x_BC.dtype == torch.float32
+    return on_cpu and 2 <= x_BC.shape[0] <= FEW_ROWS and w_CD.t().is_contiguous() and w_CD.nbytes >= READ_AHEAD
+
+
+def _few_rows_product(x_BC: Tensor, w_CD: Tensor) -> Tensor:
+    return torch.mm(w_CD.t(), x_BC.t()).t().contiguous()
+
+
 def _multiplied(function: Any, out: Tensor, x_BC: Tensor, w_CD: Tensor) -> Calls:
+    if _has_few_rows(x_BC, w_CD):
+        out_DB = out.new_empty(out.shape[::-1])
+        return [partial(torch.mm, w_CD.t(), x_BC.t(), out=out_DB), partial(out.copy_, out_DB.t())]
     whole, w_DC = _directly(function, out, x_BC, w_CD), w_CD.t()
     one_row = out.shape[0] == 1 and out.device.type == "cpu" and out.dtype == torch.float32
     if not one_row or w_DC.nbytes < READ_AHEAD or not w_DC.is_contiguous():

@@ -86,30 +86,51 @@ class ModelDraft:
         return guessed
 
 
+class SlotDrafts:
+    """The drafts of the texts in the slots of a batch, and how many guesses were right."""
+
+    def __init__(self, make: MakeDraft) -> None:
+        self._make = make
+        self._drafts: dict[int, Draft] = {}
+        self.guessed = 0
+        """Tokens that were guessed."""
+        self.accepted = 0
+        """Guesses that the model chose too."""
+
+    def begin(self, slot: int) -> None:
+        """Make the draft of a text that begins in the slot."""
+        self._drafts[slot] = self._make()
+
+    def end(self, slot: int) -> None:
+        """Forget the slot's draft."""
+        self._drafts.pop(slot, None)
+
+    def guess(self, slot: int, text: Sequence[int], most: int) -> list[int]:
+        """Return up to `most` guesses, and count them."""
+        guessed = self._drafts[slot].guess(text, min(GUESSES, most))
+        self.guessed += len(guessed)
+        return guessed
+
+
 class SpeculativeBatchState(DynamicBatchState):
     """One joint state of several sequences, whose steps read guesses, of which the wrong ones can be taken back."""
 
     def __init__(self, model: Decoder, slots: int, draft: MakeDraft) -> None:
         super().__init__(model, slots)
-        self._draft = draft
-        self._drafts: dict[int, Draft] = {}
+        self.drafts = SlotDrafts(draft)
         self._rollback = Rollback(room=1)
-        self.guessed = 0
-        """Tokens that were guessed."""
-        self.accepted = 0
-        """Guesses that the model chose too."""
         self._fed_B = torch.zeros(0, dtype=torch.long)
         """How many tokens of each sequence the last pass read."""
 
     def insert(self, slot: int, state: State | None) -> None:
         """Begin a sequence in an empty slot, with `state` or (None) before its first token."""
         super().insert(slot, state)
-        self._drafts[slot] = self._draft()
+        self.drafts.begin(slot)
 
     def clear(self, slot: int) -> None:
         """Empty the slot."""
         super().clear(slot)
-        self._drafts.pop(slot, None)
+        self.drafts.end(slot)
         self._rollback = Rollback(room=1)
 
     @property
@@ -127,11 +148,7 @@ class SpeculativeBatchState(DynamicBatchState):
 
     def guesses(self, slot: int, text: Sequence[int], most: int) -> list[int]:
         """Return up to `most` guesses; none in a step in which a sequence begins."""
-        if self._begins:
-            return []
-        guessed = self._drafts[slot].guess(text, min(GUESSES, most))
-        self.guessed += len(guessed)
-        return guessed
+        return [] if self._begins else self.drafts.guess(slot, text, most)
 
     def read(self, tokens: list[list[int]]) -> Tensor:
         """Read a token of each slot and guesses that follow it; return the logits after each, `[B, K, V]`."""
@@ -153,7 +170,7 @@ class SpeculativeBatchState(DynamicBatchState):
     def take_back(self, wrong: Mapping[int, int]) -> None:
         """Take back the last tokens that a slot has read, by their number."""
         wrong_B = torch.tensor([wrong.get(slot, 0) for slot in sorted(self._states)])
-        self.accepted += int((self._fed_B - 1 - wrong_B).sum())
+        self.drafts.accepted += int((self._fed_B - 1 - wrong_B).sum())
         if self._joint is None or not bool(wrong_B.any()):
             self._rollback.back(0)
             return

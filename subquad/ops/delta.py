@@ -5,6 +5,7 @@ Shape letters: B batch, H heads, G groups of heads, T tokens, K key channels, V 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from subquad.ops import _reference as reference
@@ -25,6 +26,14 @@ from subquad.tracing import saves
 
 MOST_KEYS = 256
 """Most key channels per head in the kernels of `triton`, which hold all of them at once."""
+
+FEW_TOKENS = 5
+"""Most tokens that `torch` reads one after another: chunks take 1.2 to 3 times as long there."""
+
+
+def has_few(tokens: int) -> bool:
+    """Return whether tokens are read one after another; while compiling one alone, since each number is a graph."""
+    return 1 <= tokens <= (1 if torch.compiler.is_compiling() else FEW_TOKENS)
 
 
 @without_autocast
@@ -83,7 +92,7 @@ def delta_scan(
     q, k, v, beta, *rest = (x.flatten(0, 1) for x in tensors)
     log_f = rest[0].clamp(min=FORGET_ALL) if rest else None
     s = v.new_zeros(B * H, K, V) if state is None else state.flatten(0, 1).to(wide)
-    if name == "reference" or (name == "torch" and T == 1):
+    if name == "reference" or (name == "torch" and has_few(T)):
         if G != H:
             q, k = by_heads(q, H // G), by_heads(k, H // G)
         out, s = (reference if name == "reference" else single).delta_scan(q, k, v, beta, log_f, s)

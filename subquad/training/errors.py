@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -36,10 +37,12 @@ class StepMemoryError(MemoryError):
 
 @contextmanager
 def reading(place: object) -> Iterator[None]:
-    """Raise any error inside the block, except `OSError`, as a `CheckpointError` that names `place`."""
+    """Raise any error inside the block, except `OSError` of the disk, as a `CheckpointError` that names `place`."""
     try:
         yield
-    except (CheckpointError, OSError):
-        raise
     except Exception as error:
+        # PyTorch's reader seeks to an invalid place in an archive that was cut.
+        cut = isinstance(error, OSError) and error.errno == errno.EINVAL and error.filename is None
+        if isinstance(error, CheckpointError | OSError) and not cut:
+            raise
         raise CheckpointError(f"{place} cannot be read: {error!r}") from error

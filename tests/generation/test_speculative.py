@@ -1,12 +1,14 @@
 """Guesses change no text: each token is the one that the model and the sampler choose without them."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 
 from subquad.generation import BatchDecoder, SamplingConfig, generate
 from subquad.generation.speculative import GUESSES, ModelDraft, NgramDraft, SpeculativeBatchState
+from subquad.generation.static_speculation import PASS, StaticSpeculativeBatchState
 from subquad.models.rollback import Rollback
 from tests.generation.models import make, numbers, with_models
 
@@ -39,10 +41,10 @@ class Right:
 ))  # fmt: skip
 def test_guesses_change_no_token(name):
     model = make(name)
-    for options in (GREEDY, SAMPLED):
+    for options, record in product((GREEDY, SAMPLED), (False, True)):
         expected = list(generate(model, TEXT, **options))
         for draft in (partial(Right, TEXT + expected), Wrong):
-            found = generate(model, TEXT, **options, draft=draft)
+            found = generate(model, TEXT, **options, draft=draft, record=record)
             assert list(found) == expected
             right, made = found.guesses
             assert made > 0
@@ -50,12 +52,14 @@ def test_guesses_change_no_token(name):
             assert right <= made / 2 if draft is Wrong else right >= made - 1
 
 
+@pytest.mark.parametrize("record", [False, True])
 @pytest.mark.parametrize("draft", [Wrong, Right])
-def test_a_text_is_left_after_any_token(draft):
+def test_a_text_is_left_after_any_token(draft, record):
     model = make("gated_delta_net")
     expected = list(generate(model, TEXT, **GREEDY))
     for count in range(1, 7):
-        begun = generate(model, TEXT, **GREEDY, draft=Wrong if draft is Wrong else partial(Right, TEXT + expected))
+        made = Wrong if draft is Wrong else partial(Right, TEXT + expected)
+        begun = generate(model, TEXT, **GREEDY, draft=made, record=record)
         first = [next(begun) for _ in range(count)]
         assert first == expected[:count]
         assert begun.state.seen == len(TEXT) + count - 1
@@ -66,16 +70,21 @@ def test_a_text_is_left_after_any_token(draft):
         assert list(begun) == []
 
 
+@pytest.mark.parametrize("record", [False, True])
 @pytest.mark.parametrize("planted", ["one too few", "one too many", "a token unchecked"])
-def test_planted_bugs_change_the_text(planted, monkeypatch):
+def test_planted_bugs_change_the_text(planted, record, monkeypatch):
     model = make("gated_delta_net")
     expected = list(generate(model, TEXT, **GREEDY))
     if planted == "a token unchecked":
         monkeypatch.setattr("subquad.generation.requests.Request.choose", unchecked)
     else:
         shift = 1 if planted == "one too many" else -1
-        monkeypatch.setattr(Rollback, "back", lambda self, n, back=Rollback.back: back(self, max(0, n + shift)))
-    assert list(generate(model, TEXT, **GREEDY, draft=Wrong)) != expected
+        taken, folded = Rollback.back, StaticSpeculativeBatchState._folded
+        monkeypatch.setattr(Rollback, "back", lambda self, n: taken(self, max(0, n + shift)))
+        monkeypatch.setattr(
+            StaticSpeculativeBatchState, "_folded", lambda self, kept_B: folded(self, (kept_B - shift).clamp(0, PASS))
+        )
+    assert list(generate(model, TEXT, **GREEDY, draft=Wrong, record=record)) != expected
 
 
 def unchecked(self, guesses, logits_KV, likeliest, finite):
@@ -86,11 +95,15 @@ def unchecked(self, guesses, logits_KV, likeliest, finite):
     return self.tokens[-1 - len(guesses[:1]) :]
 
 
-def test_rows_have_drafts_of_their_own_and_come_and_go():
+@pytest.mark.parametrize("record", [False, True])
+def test_rows_have_drafts_of_their_own_and_come_and_go(record):
     model = make("window")
     asked = [(numbers(n, seed=n), SamplingConfig(max_tokens=8 + n, temperature=t, seed=n)) for n, t in
              ((9, 0), (1, 0.5), (4, 0.7), (2, 0), (12, 0.5))]  # fmt: skip
-    plain, guessing = BatchDecoder(model, slots=3), BatchDecoder(model, slots=3, draft=NgramDraft)
+    plain = BatchDecoder(model, slots=3)
+    guessing = BatchDecoder(model, slots=3, draft=NgramDraft, record=record)
+    empty = guessing.state_bytes
+    assert (empty > 0) == record
     requests = [[decoder.add(*each, keep_state=True) for each in asked] for decoder in (plain, guessing)]
     for decoder in (plain, guessing):
         decoder.run()
@@ -99,7 +112,7 @@ def test_rows_have_drafts_of_their_own_and_come_and_go():
         assert found.state.seen == expected.state.seen
     assert guessing.guesses[1] > guessing.guesses[0] > 0
     assert plain.guesses == (0, 0)
-    assert guessing.state_bytes == 0
+    assert guessing.state_bytes >= empty if record else guessing.state_bytes == 0
 
 
 def test_what_is_sampled_has_the_models_distribution():

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, prune
 
 from subquad.attention import mechanism, names
 from subquad.generation import BatchDecoder, SamplingConfig, generate
-from subquad.generation.batch_state import log_not_recorded
+from subquad.generation.static_step import log_not_recorded
 from subquad.hf import SubquadForCausalLM
 from subquad.hf.lora import put_adapter
 from subquad.layers.attached import attached

@@ -1,15 +1,18 @@
 """Checkpoint folders: complete or absent, damage is seen, the last good one survives."""
 
+import errno
 import json
 import logging
 import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from subquad.training import checkpoint
-from subquad.training.errors import CheckpointError, FormatVersionError
+from subquad.training.errors import CheckpointError, FormatVersionError, reading
 from tests.data.sets import flip
+from tests.fuzz.run import FOUND
 from tests.training.helpers import steps_of
 
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state_0.safetensors", "trainer_state.json")
@@ -129,6 +132,14 @@ def test_a_checkpoint_that_was_half_deleted_is_not_restored(tmp_path):
 def test_settings_of_another_type_are_damage(tmp_path, settings, message):
     with pytest.raises(CheckpointError, match=f"is damaged: {message}"):
         checkpoint.verify(make(tmp_path, 1, settings))
+
+
+def test_an_archive_that_was_cut_is_damage_and_an_error_of_the_disk_is_none(tmp_path):
+    (cut,) = (FOUND / "resume").glob("*optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"there cannot be read: OSError\(22"), reading("there"):
+        torch.load(cut, weights_only=True)
+    with pytest.raises(OSError, match="Input/output error"), reading("there"):
+        raise OSError(errno.EIO, "Input/output error")
 
 
 BATCH = {"length": 32, "size": 4, "accumulation": 2}

@@ -37,14 +37,18 @@ def gated_scan(
 
 
 def delta_scan(
-    q_N1K: Tensor, k_N1K: Tensor, v_N1V: Tensor, beta_N11: Tensor, log_f_N1F: Tensor | None, state_NKV: Tensor
+    q_NTK: Tensor, k_NTK: Tensor, v_NTV: Tensor, beta_NT1: Tensor, log_f_NTF: Tensor | None, state_NKV: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`S = (I - b k k^T) (f * S) + b k (x) v`, `o = q S`."""
-    if log_f_N1F is not None:
-        state_NKV = log_f_N1F.exp().mT * state_NKV
-    u_N1V = torch.baddbmm(v_N1V, k_N1K, state_NKV, alpha=-1) * beta_N11
-    state_NKV = torch.baddbmm(state_NKV, k_N1K.mT, u_N1V)
-    return torch.bmm(q_N1K, state_NKV), state_NKV
+    """`S = (I - b k k^T) (f * S) + b k (x) v`, `o = q S`, for a token or a few, one after another."""
+    outs = []
+    for t in range(v_NTV.shape[1]):
+        q_N1K, k_N1K, v_N1V, beta_N11 = (x[:, t : t + 1] for x in (q_NTK, k_NTK, v_NTV, beta_NT1))
+        if log_f_NTF is not None:
+            state_NKV = log_f_NTF[:, t : t + 1].exp().mT * state_NKV
+        u_N1V = torch.baddbmm(v_N1V, k_N1K, state_NKV, alpha=-1) * beta_N11
+        state_NKV = torch.baddbmm(state_NKV, k_N1K.mT, u_N1V)
+        outs.append(torch.bmm(q_N1K, state_NKV))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 1), state_NKV
 
 
 def running_softmax(
