@@ -31,7 +31,8 @@ from benchmarks.precision_speed import check_precision_speed, measure_precision_
 from benchmarks.report import Report, notes
 from subquad.cli import guarded
 from subquad.cli.arguments import Parser
-from subquad.cli.tables import console, print_table
+from subquad.cli.rich_table import console
+from subquad.cli.tables import print_table
 from subquad.config import suggest
 from subquad.options import options
 

@@ -17,8 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self, get_args, get_origin
 
-from subquad.extras import needed
-from subquad.parsing import parse_yaml, read_json, read_text
+from subquad.parsing import parse_yaml, read_json, read_text, yaml_module
 
 _MOST_NAMED, _FEW = 20, 8
 """Largest number of choices that an error lists in full, and how many it lists of more."""
@@ -170,8 +169,7 @@ class Config:
         if path.suffix == ".json":
             path.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             return
-        with needed(f"writing {path}"):
-            import yaml
+        yaml = yaml_module(f"writing {path}")
         path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
 
     def replace(self, **changes: Any) -> Self:

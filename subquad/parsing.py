@@ -84,7 +84,7 @@ def parse_json(text: str, where: str) -> Any:
 def parse_yaml(text: str, where: str) -> Any:
     """Return the value of a YAML text, by a safe loader; `ValueError` begins with `where`."""
     check_yaml(text, where)
-    yaml = _yaml(where)
+    yaml = yaml_module(f"reading {where}")
     try:
         value = yaml.load(text, Loader=_loader(yaml))
     except (yaml.YAMLError, ValueError) as error:
@@ -101,7 +101,7 @@ def check_yaml(text: str, where: str) -> None:
     Events are read one by one and nothing is built, since the C loader crashes on deep recursion. Raises `ImportError`
     without PyYAML.
     """
-    yaml = _yaml(where)
+    yaml = yaml_module(f"reading {where}")
     sizes: list[int] = [0]
     anchors: list[str | None] = []
     known: dict[str, int] = {}
@@ -130,9 +130,9 @@ def check_yaml(text: str, where: str) -> None:
         raise ValueError(f"{where} is not valid YAML: {error}") from error
 
 
-def _yaml(where: str) -> Any:
-    """Return the module `yaml`, which reads `where`."""
-    with needed(f"reading {where}"):
+def yaml_module(use: str) -> Any:
+    """Return the module `yaml` for `use`, such as `reading a.yaml`; `ImportError` names the extra if it is missing."""
+    with needed(use):
         import yaml
     return yaml
 

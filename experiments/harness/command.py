@@ -26,7 +26,8 @@ from experiments.harness.train import budget_steps, train_config
 from experiments.harness.units import Unit, units_of
 from subquad.cli import guarded
 from subquad.cli.arguments import Parser, check_output
-from subquad.cli.tables import console, print_table
+from subquad.cli.rich_table import console
+from subquad.cli.tables import print_table
 from subquad.config import suggest
 from subquad.training.tasks import check
 

@@ -11,7 +11,8 @@ from rich.text import Text
 from experiments.llp_table6.paper import HEADERS, Setting, cells, notes, rows, title
 from subquad.cli import guarded
 from subquad.cli.arguments import Parser
-from subquad.cli.tables import console, print_table, write_csv
+from subquad.cli.rich_table import console
+from subquad.cli.tables import print_table, write_csv
 from subquad.data.files import write_json
 
 NAME = "python -m experiments.llp_table6"

@@ -156,10 +156,7 @@ def adapt(
     base: Base | None = None,
 ) -> PeftModel:
     """Return `model` with factors in attention and trainable embeddings and norms; a tied head stays tied to them."""
-    lora.require_peft()
-    from peft import LoraConfig
-
-    config = LoraConfig(
+    config = lora.require_peft().LoraConfig(
         r=rank,
         lora_alpha=2 * rank if alpha is None else alpha,
         lora_dropout=dropout,

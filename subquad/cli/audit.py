@@ -22,7 +22,8 @@ from torch import nn
 from subquad.attention import mechanism, names
 from subquad.bars import READING, waiting
 from subquad.cli.arguments import Parser
-from subquad.cli.tables import console, print_table, show_line
+from subquad.cli.rich_table import console
+from subquad.cli.tables import print_table, show_line
 from subquad.cli.threads import keep_to_idle_cores
 from subquad.config import suggest
 from subquad.data import load_tokenizer

@@ -12,7 +12,8 @@ from rich.text import Text
 from subquad.attention import names
 from subquad.bars import counted
 from subquad.cli.arguments import Parser
-from subquad.cli.tables import console, count, print_table, size, write_csv
+from subquad.cli.rich_table import console
+from subquad.cli.tables import count, print_table, size, write_csv
 from subquad.cli.threads import one_thread
 from subquad.config import check_at_least
 from subquad.data.files import write_json

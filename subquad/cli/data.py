@@ -16,7 +16,8 @@ from rich.text import Text
 
 from subquad.bars import counter
 from subquad.cli.arguments import Parser, check_output
-from subquad.cli.tables import console, count, print_table, show_line
+from subquad.cli.rich_table import console
+from subquad.cli.tables import count, print_table, show_line
 from subquad.config import check_at_least
 from subquad.data.config import DatasetName, LabelledConfig
 from subquad.data.files import write_json

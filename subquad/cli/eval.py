@@ -14,7 +14,7 @@ from torch import Tensor
 from subquad import adaptation, training
 from subquad.bars import READING, progress, waiting
 from subquad.cli.arguments import RUN_HELP, Parser, check_output, data_is_a_path
-from subquad.cli.precision import add_precision
+from subquad.cli.decoding_options import add_precision
 from subquad.cli.result_tables import class_table, image_table, position_table, text_table
 from subquad.cli.threads import keep_to_idle_cores
 from subquad.data import TokenSet, TokenShard, prepare

@@ -18,8 +18,7 @@ from jsonargparse import Namespace
 from subquad import training
 from subquad.bars import READING, progress, waiting
 from subquad.cli.arguments import RUN_HELP, Parser, check_output, picture_file
-from subquad.cli.drafts import DRAFT_HELP, draft_of
-from subquad.cli.precision import add_precision
+from subquad.cli.decoding_options import DRAFT_HELP, add_precision, draft_of
 from subquad.cli.threads import keep_to_idle_cores
 from subquad.config import check_at_least
 from subquad.data.special_tokens import separator_id, special_ids

@@ -11,9 +11,8 @@ from pathlib import Path
 from subquad import training
 from subquad.bars import READING, waiting
 from subquad.cli.arguments import RUN_HELP, Parser
-from subquad.cli.drafts import DRAFT_HELP, draft_of
+from subquad.cli.decoding_options import DRAFT_HELP, add_precision, draft_of
 from subquad.cli.generate import ADAPTER_HELP
-from subquad.cli.precision import add_precision
 from subquad.cli.threads import keep_to_idle_cores
 from subquad.extras import needed
 from subquad.serving.config import ServeConfig

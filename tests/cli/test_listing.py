@@ -10,7 +10,7 @@ from subquad import attention
 from subquad.attention.laws import Law
 from subquad.cli.listing import CELL, markdown
 from subquad.cli.parser import in_yaml
-from subquad.cli.tables import WIDTH
+from subquad.cli.rich_table import WIDTH
 from subquad.models.stacks import STACKS
 from subquad.options import options
 from subquad.program import command
