@@ -92,7 +92,7 @@ def repeats(what: str) -> Iterator[str]:
             shown = [size(value) if row.endswith(", peak memory") else f"{value:.3g}" for value in found]
             grid.setdefault(row, {})[column] = ", ".join(shown if len(set(shown)) > 1 else shown[:1]) or "-"
         columns = list(dict.fromkeys(column for row in grid.values() for column in row))
-        yield f"## Each of {len(made)} runs: {machine}"
+        yield f"## {f'Each of {len(made)} runs' if len(made) > 1 else 'One run'}: {machine}"
         yield pages.table(["", *columns], [[name, *(row.get(c, "") for c in columns)] for name, row in grid.items()])
         origins = dict.fromkeys(f"{run['date']}, commit {run['commit']}" for run in made)
         yield f"`{made[-1]['command']}`: {'; '.join(origins)}."

@@ -30,14 +30,12 @@ ROW = re.compile(r"^\| \[[^]]+\]\((?P<page>[^)#]+\.md)\)", re.MULTILINE)
 SECTION = re.compile(r"^## (?P<title>.*)\n(?P<body>(?:(?!##).*\n?)*)", re.MULTILINE)
 SHOWN = {"markdown": "{}", "code": "```python\n{}\n```"}  # the cells of a notebook
 MADE = """\
-| [The package](reference/index.md) | Every public function and class, from its docstring |
+| [The package](reference/index.md) | Every public function and class, from its docstring; {ref}`by name <genindex>` |
 | [The command line](commands/index.md) | Every command and its options, from its own help |
 """
-ROOMS = (
-    "adaptation", "attention", "data", "evaluation", "evaluation.audit", "generation", "hf", "models", "ops",
-    "ops.patterns", "parallel", "recipes", "serving", "testing", "train_and_report", "training",
-)  # fmt: skip
-MODULES = ("subquad", *(f"subquad.{room}" for room in ROOMS))
+ROOMS = """adaptation attention data evaluation evaluation.audit generation hf models ops ops.patterns parallel recipes
+serving testing train_and_report training"""
+MODULES = ("subquad", *(f"subquad.{room}" for room in ROOMS.split()))
 ACTIONS = {"data": ("tokens", "check"), "lora": ("list", "merge"), "show": tuple(PICTURES)}  # commands within commands
 
 
@@ -54,9 +52,9 @@ def copied() -> dict[str, str]:
     """Return the text of each page of the repository, and of a page for each source file that one links to."""
     texts = {}
     for source in sorted(file for pattern in PAGES for file in ROOT.glob(pattern)):
-        text, here = source.read_text(encoding="utf-8"), place(source)
+        text, here = source.read_text(encoding="utf-8").replace("# subquad\n", "# subquad: overview\n"), place(source)
         if text.startswith("## "):  # it is a section of another page
-            text = re.sub("^#(#+ )", r"\1", text, flags=re.MULTILINE)
+            text = text.removeprefix("#")  # and its further sections are below it
         texts[here] = LINK.sub(lambda link: moved(link, source, here), text)  # noqa: B023 called here
         for link in LINK.finditer(text):
             file = (source.parent / (link["file"] or "")).resolve()
@@ -126,10 +124,10 @@ def commands() -> dict[str, str]:
 
 def help_of(*words: str) -> str:
     """Return what a command prints with `--help`, with `subquad` and `pip` for this program's way to start them."""
-    shown, python = io.StringIO(), program.command().removesuffix("-m subquad")
-    with redirect_stdout(shown), suppress(SystemExit):
+    out, python = io.StringIO(), program.command().removesuffix("-m subquad")
+    with redirect_stdout(out), suppress(SystemExit):
         cli.main([*words, "--help"])
-    text = shown.getvalue().replace(f"{python}-m subquad", "subquad").replace(f"{python}-m pip", "pip")
+    text = out.getvalue().replace(f"{python}-m subquad", "subquad").replace(f"{python}-m pip", "pip").replace(" \b", "")
     return f"```text\n{text}```\n"
 
 
@@ -138,10 +136,10 @@ def with_contents(texts: dict[str, str]) -> dict[str, str]:
     head = "## Reference\n\n| page | what it holds |\n|:---|:---|\n"
     texts = texts | {"index.md": texts["index.md"].replace(head, head + MADE)}
     trees = [("index.md", title, ROW.findall(body)) for title, body in SECTION.findall(texts["index.md"])]
-    for name in texts:
-        if name.endswith("/index.md"):
-            inside = re.compile(name.removesuffix("index.md") + r"[^/]+(/index)?\.md")
-            trees.append((name, "Pages", [page for page in sorted(texts) if inside.fullmatch(page) and page != name]))
+    order = sorted(texts, key=os.path.splitext)  # `subquad` before `subquad.attention`
+    for name in [name for name in order if name.endswith("/index.md")]:
+        inside = re.compile(name.removesuffix("index.md") + r"[^/]+(/index)?\.md")
+        trees.append((name, "Pages", [page for page in order if inside.fullmatch(page) and page != name]))
     for name, caption, below in trees:
         entries = [os.path.relpath(page, os.path.dirname(name)) for page in below]
         if below:

@@ -1,4 +1,4 @@
-"""Every mechanism in PyTorch's protocols: docs/protocols.md says what happens, and each of its cells is a test.
+"""Every mechanism in PyTorch's protocols: docs/protocols.md says what happens, and each case is a test.
 
 `python -m tests.test_protocols` writes the page.
 """
@@ -225,7 +225,7 @@ def marks(protocol: str, name: str) -> list[pytest.MarkDecorator]:
 
 
 def outcome(protocol: str, name: str) -> str:
-    """Return the cell of the page; an outcome that is neither right nor exempt raises."""
+    """Return what the page says; an outcome that is neither right nor exempt raises."""
     torch._dynamo.reset()  # compiled functions of other layers count against one limit
     try:
         PROTOCOLS[protocol](name)
@@ -237,14 +237,34 @@ def outcome(protocol: str, name: str) -> str:
 
 
 def cells() -> dict[tuple[str, str], str]:
-    """Return the cells of the page by protocol and mechanism."""
-    rows = [re.split(r"\s*\|\s*", line.strip("| ")) for line in PAGE.read_text().splitlines() if line.startswith("|")]
-    head, _, *body = rows
-    return {(row[0], name.strip("`")): cell for row in body for name, cell in zip(head[1:], row[1:], strict=True)}
+    """Return what the page says of each protocol and mechanism: of those that it does not name, *right*."""
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    rows = [[part.strip() for part in line.split("|")[1:-1]] for line in lines[2:]]
+    found = {(protocol, name): "right" for protocol, *_ in rows for name in names()}
+    for protocol, _, others in rows:
+        for listed, what in re.findall(r"(`[^(]*`) \(([^)]*)\)", others):
+            found |= {(protocol, name): what for name in re.findall(r"`(\w+)`", listed)}
+    return found
+
+
+def table(found: dict[tuple[str, str], str]) -> str:
+    """Return the page's table: a line for each protocol, with the mechanisms for which it is not right."""
+    lines = ["| protocol | right for | not for |", "| :--- | :--- | :--- |"]
+    for protocol in PROTOCOLS:
+        others: dict[str, list[str]] = {}
+        for name in names():
+            others.setdefault(found[protocol, name], []).append(f"`{name}`")
+        right = "all others" if len(others) > 1 else "all"
+        others.pop("right", None)
+        shown = "; ".join(f"{', '.join(which)} ({what})" for what, which in others.items())
+        lines.append(f"| {protocol} | {right} | {shown} |")
+    return "\n".join(lines) + "\n"
 
 
 def test_the_page_has_every_protocol_and_mechanism():
-    assert set(cells()) == {(protocol, name) for protocol in PROTOCOLS for name in names()}
+    found = cells()
+    assert set(found) == {(protocol, name) for protocol in PROTOCOLS for name in names()}
+    assert PAGE.read_text() == INTRODUCTION + table(found)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # operators run row by row inside `vmap`
@@ -266,9 +286,8 @@ how they are used, and [Limits](limits.md) what to take where something is refus
 
 
 def main() -> None:
-    rows = [["protocol", *(f"`{name}`" for name in names())], [":---", *(":---" for _ in names())]]
-    rows += [[protocol, *(outcome(protocol, name) for name in names())] for protocol in PROTOCOLS]
-    PAGE.write_text(INTRODUCTION + "".join(f"| {' | '.join(row)} |\n" for row in rows))
+    found = {(protocol, name): outcome(protocol, name) for protocol in PROTOCOLS for name in names()}
+    PAGE.write_text(INTRODUCTION + table(found))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ TO_PAGE = "../../docs/data.md"
 """The page, seen from the folder of an experiment."""
 TO_HUB = f"[hub]({TO_PAGE}#from-the-hugging-face-hub)"
 NONE = "none: the program makes it"
+ADDRESS = re.compile(r"https://[^\s,;]*[^\s,;.]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,7 @@ def page() -> str:
 
 
 def _wrapped(text: str, indent: str = "") -> str:
+    text = ADDRESS.sub(r"<\g<0>>", text)
     return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 

@@ -141,7 +141,7 @@ class MatchConfig(Config):
     """attention: all attention weights of the replaced layers; new: only those that full attention lacks."""
     window_dropout: float | None = None
     """Probability of closing a layer's window in a forward pass of the first step; falls linearly to 0 at the last
-    step (null: 0.5 for latte_macchiato, 0 for mechanisms without a window branch)."""
+    step (None: 0.5 for latte_macchiato, 0 for mechanisms without a window branch)."""
 
     def __post_init__(self) -> None:
         self.check_least("match", steps=1)
@@ -156,13 +156,13 @@ class TuneConfig(Config):
     rank: int = 8
     """Rank of the factors, which are merged into the weights at the end."""
     alpha: int | None = None
-    """Scale of the factors, alpha / rank (null: alpha is twice the rank)."""
+    """Scale of the factors, alpha / rank (None: alpha is twice the rank)."""
     steps: int = 500
     """Optimizer steps."""
     lr: float = 1e-3
     """Peak learning rate of AdamW, on the schedule of match.lr."""
     window_dropout: float | None = None
-    """As match.window_dropout, for this stage (null: 0.25 for latte_macchiato)."""
+    """As match.window_dropout, for this stage (None: 0.25 for latte_macchiato)."""
 
     def __post_init__(self) -> None:
         self.check_least("lora", rank=1, steps=1, alpha=1)
@@ -218,7 +218,7 @@ class ConvertConfig(Config):
     seed: int = 0
     """Seed of new weights, the order of the text and window dropout."""
     threads: int | None = None
-    """CPU threads of PyTorch (null: automatic). Bitwise repetition needs the same number."""
+    """CPU threads of PyTorch (None: automatic). Bitwise repetition needs the same number."""
     device: Literal["auto", "cpu"] = "auto"
     """auto: a GPU if PyTorch finds one; cpu: never a GPU."""
 

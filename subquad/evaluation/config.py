@@ -13,12 +13,12 @@ class TextConfig(Config):
     """The text to measure on."""
 
     path: str | None = None
-    """Text to measure on: anything that `subquad train --data.path` accepts. null: the held-out part of the run's own
+    """Text to measure on: anything that `subquad train --data.path` accepts. None: the held-out part of the run's own
     training text."""
     skip_bad_files: bool = False
     """Skip files that aren't UTF-8 text, with a warning for each, instead of stopping."""
     cache: str | None = None
-    """Folder that keeps tokenized text for reuse. null: $SUBQUAD_CACHE, or ~/.cache/subquad."""
+    """Folder that keeps tokenized text for reuse. None: $SUBQUAD_CACHE, or ~/.cache/subquad."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +28,14 @@ class EvalConfig(Config):
     data: TextConfig = field(default_factory=TextConfig)
     """The text to measure on."""
     length: int | None = None
-    """Tokens per window. null: the training length."""
+    """Tokens per window. None: the training length."""
     stride: int | None = None
-    """Tokens from the start of one window to the start of the next. null: the length, so windows don't overlap. A
+    """Tokens from the start of one window to the start of the next. None: the length, so windows don't overlap. A
     smaller stride gives each prediction more context and takes longer."""
     documents: bool | None = None
-    """Read each document by itself, without the documents before it. null: as in training (data.pack)."""
+    """Read each document by itself, without the documents before it. None: as in training (data.pack)."""
     windows: int | None = None
-    """Stop after this many windows (of a classifier: sequences; of an image model: images). null: measure all."""
+    """Stop after this many windows (of a classifier: sequences; of an image model: images). None: measure all."""
     batch_size: int = 8
     """Windows, sequences or images in a batch."""
     json: str | None = None

@@ -68,7 +68,7 @@ class EncoderConfig(DecoderConfig):
 class Encoder(nn.Module):
     """`norm(h)`, where `h` are the embeddings after `num_layers` blocks of mechanisms (post-norm: `h`).
 
-    Every mechanism is built with causal=`config.causal`: a token sees all tokens, or those up to itself. Luna's memory
+    Every mechanism is built with `causal=config.causal`: a token sees all tokens, or those up to itself. Luna's memory
     passes from layer to layer. With `gradient_checkpointing = True`, training keeps only the input of each block.
     """
 

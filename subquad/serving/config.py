@@ -29,7 +29,7 @@ class ServeConfig(Config):
     """Prompt tokens read between two tokens of the running sequences; prompts are read in pieces of so many."""
     prefix_bytes: int | None = None
     """Most bytes of the host's memory for states after the pieces of prompts. A prompt that begins as an earlier one
-    reads only what follows the last piece that is kept. 0: none; null: 1 GiB, or an eighth of the memory if less."""
+    reads only what follows the last piece that is kept. 0 keeps none; None: 1 GiB, or an eighth of memory if less."""
     client_seconds: float = 30.0
     """Seconds for a client to send a request's body, or to accept a piece of the answer, before it is disconnected.
     Connections that never send a whole request head stay open: limit those by a proxy."""

@@ -73,7 +73,7 @@ def test_repeats_are_kept_by_machine_and_shown_in_their_order(make, made_up, tmp
         files.append(dataclasses.replace(made_up, rows=rows).save(tmp_path / str(n)))
     runs.main([*map(str, files)])
     heading, shown, origin, other, *_ = make.repeats("ops")
-    assert (heading, other) == (f"## Each of 3 runs: {MACHINE}", "## Each of 1 runs: another")
+    assert (heading, other) == (f"## Each of 3 runs: {MACHINE}", "## One run: another")
     assert "| latte, forward | 2.3, 2.4, 9 | - | - |" in shown
     assert "| latte, forward + backward | 2.9, 3, 1 | - | - |" in shown
     assert "| latte, in + out / peak memory | 1 | - | - |" in shown

@@ -41,7 +41,7 @@ class AuditConfig(Config):
     seed: int = 0
     """Seed of the random tokens."""
     vocab_size: int | None = None
-    """Draw random tokens below this number. null: the model's vocabulary size."""
+    """Draw random tokens below this number. None: the model's vocabulary size."""
     dtype: Literal["auto", "float64", "float32", "own"] = "auto"
     """Dtype of the weights while logits are compared. auto: float64 if the model runs in it, else float32, else its
     own dtype."""
