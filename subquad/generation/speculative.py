@@ -39,7 +39,10 @@ MakeDraft = Callable[[], Draft]
 
 
 class NgramDraft:
-    """Guesses that a text goes on as it did after the last place where its last 4, 3 or 2 tokens stood before."""
+    """Guesses that a text goes on as it did after the last place where its last 4, 3 or 2 tokens stood before.
+
+    Where that place is so near that the text ends before the guesses do, they begin again: the text has a period.
+    """
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}
@@ -54,7 +57,8 @@ class NgramDraft:
         self._read = len(tokens)
         found = (self._ends.get(tuple(tokens[-n:])) for n in range(min(4, len(tokens)), 1, -1))
         end = next((end for end in found if end is not None), len(tokens))
-        return list(tokens[end : end + most])
+        period = list(tokens[end:])
+        return [period[i % len(period)] for i in range(most)] if period else []
 
 
 class ModelDraft:

@@ -146,7 +146,8 @@ def top(logits_V):
 def test_ngrams_guess_what_followed():
     draft = NgramDraft()
     assert draft.guess([1, 2, 3], 8) == []
-    assert draft.guess([1, 2, 3, 9, 2, 3], 8) == [9, 2, 3]
+    assert draft.guess([1, 2, 3, 9, 2, 3], 3) == [9, 2, 3]
+    assert draft.guess([1, 2, 3, 9, 2, 3], 8) == [9, 2, 3, 9, 2, 3, 9, 2], "the text has a period of three"
     assert draft.guess([1, 2, 3, 9, 2, 3, 4, 5, 1, 2, 3], 2) == [9, 2]
     assert draft.guess([1, 2, 3, 9, 2, 3, 4, 5, 1, 2, 3, 4], 0) == []
     assert NgramDraft().guess([5], 8) == []
