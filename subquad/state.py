@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -170,6 +169,8 @@ class State:
         With `model`, the layer or model that made the state, the file also names its weights, and `load` with a model
         of other weights refuses it.
         """
+        from safetensors.torch import save
+
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, int] = {}
         hashes: dict[str, str] = {}
@@ -184,7 +185,7 @@ class State:
         }
         if model is not None:
             header["weights"] = weights_hash(model)
-        data = safetensors.torch.save(tensors, metadata=header)
+        data = save(tensors, metadata=header)
         # The checksum is that of the file with zeros in the checksum's own place.
         data = data.replace(blank.encode(), hashlib.sha256(data).hexdigest().encode(), 1)
         write_atomically(Path(path), data)
@@ -197,10 +198,12 @@ class State:
         configuration alone. Raises `ValueError` if the file isn't a state, a byte was changed, it has another format
         version, or it belongs to another configuration or other weights.
         """
+        from safetensors.torch import load
+
         data = Path(path).read_bytes()
         try:
             header = _header(data)
-            tensors = safetensors.torch.load(data)
+            tensors = load(data)
         except Exception as error:  # the header names any dtype and shape, and safetensors does not check them all
             raise ValueError(
                 f"{path} is not a readable state file: it is cut off, damaged or of another kind ({error})"

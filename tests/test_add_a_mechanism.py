@@ -146,8 +146,8 @@ def test_in_the_repository_it_is_two_files_and_a_line(tmp_path):
     folder = tmp_path / "subquad" / "attention"
     (folder / "fading.py").write_text(FILES["my_attention/fading.py"], encoding="utf-8")
     facade = (folder / "__init__.py").read_text(encoding="utf-8")
-    line = "from subquad.attention.fading import Fading\n"
-    facade = facade.replace("from subquad.attention.full", f"{line}from subquad.attention.full")
+    line = "    from subquad.attention.fading import Fading\n"
+    facade = facade.replace("    from subquad.attention.full", f"{line}    from subquad.attention.full")
     (folder / "__init__.py").write_text(facade.replace('    "Full",', '    "Fading",\n    "Full",'), encoding="utf-8")
     test = re.sub(r"^import my_attention.*\n", "", FILES["test_fading.py"], flags=re.MULTILINE)
     (tmp_path / "tests" / "attention" / "test_fading.py").write_text(test, encoding="utf-8")

@@ -49,6 +49,8 @@ def decay_gradients(dg_rows_CK, dg_columns_CK, dg_whole_K, row_C, DECAY: tl.cons
     """
     from_CC, before_CC = row_C[None, :] >= row_C[:, None], row_C[None, :] < row_C[:, None]
     if DECAY == "head":
+        if PRECISION == "ieee":  # the sums of a delta scan's two triangles cancel; rounded operands lose more than that
+            dg_rows_CK, dg_columns_CK = dg_rows_CK.to(tl.float64), dg_columns_CK.to(tl.float64)
         dg_rows_C, dg_columns_C = tl.sum(dg_rows_CK, 1), tl.sum(dg_columns_CK, 1)
         dg = tl.sum(tl.where(from_CC, dg_rows_C[None, :], 0.0) + tl.where(before_CC, dg_columns_C[None, :], 0.0), 1)
         dg += tl.sum(dg_whole_K)

@@ -63,13 +63,19 @@ def after(state, *inputs, **options):
 
 
 def assert_is_the_definition(inputs, state, dtype, **options):
-    """Return results and gradients, whose errors are at most twice those of the chunks in torch."""
-    found = [
-        after(state.to(x[0].dtype) if form == "reference" else state, *x, backend=form, **options)
-        for form, x in (("triton", inputs), ("torch", inputs), ("reference", [x.double() for x in inputs]))
-    ]
-    assert_all_in_budget(*found, dtype)
-    return found[0]
+    """Return results and gradients, whose errors are at most twice those of the chunks in torch.
+
+    In float16 these round the solved values as the kernels do, whose products of them have operands of float16's digits
+    (the state, a float32, is such a product). In bfloat16 what is stored is rounded more than that.
+    """
+    results, exact = after(state, *inputs, **options), [x.double() for x in inputs]
+    times = chunked._times
+    with pytest.MonkeyPatch.context() as patch:
+        if dtype == FP16:
+            patch.setattr(chunked, "_times", lambda *x, **o: times(*x, **o).to(dtype).float())
+        measured = after(state, *inputs, backend="torch", **options)
+    assert_all_in_budget(results, measured, after(state.double(), *exact, backend="reference", **options), dtype)
+    return results
 
 
 @thinned(6, case=CASES)
