@@ -138,6 +138,12 @@ def kept(name: str) -> list[Input]:
     return [Input(1, file.name.partition("-")[2].replace("~", "/"), file.read_bytes()) for file in files]
 
 
+def peak_bytes() -> int:
+    """Return the most memory that this process has held. (`ru_maxrss` begins with that of the process it came from.)"""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    return 1024 * int(line.split()[1])
+
+
 def child(name: str, start: int, seconds: float, home: Path, module: str, sender: Any) -> None:
     """Try inputs from `start` on; send the number of each, then its kind and its fault."""
     with (home / "told").open("w") as told:  # also for crashes
@@ -149,7 +155,7 @@ def child(name: str, start: int, seconds: float, home: Path, module: str, sender
     logging.disable()
     tried = Tried(name, home / "child")
     tried.attempt(tried.whole())  # imports and warms up
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_bytes()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     known: set[str] = set()
     end, number = time.monotonic() + seconds, start
@@ -157,9 +163,9 @@ def child(name: str, start: int, seconds: float, home: Path, module: str, sender
         sender.send(number)
         now = tried.input(number)
         kind, fault = tried.attempt(now)
-        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+        grown = peak_bytes() - before
         if grown > PEAK and fault is None:
-            fault, before = f"took {grown:,} bytes of memory", before + grown // 1024
+            fault, before = f"took {grown:,} bytes of memory", before + grown
         if fault is not None:
             place = keep(name, now) if signature(fault) not in known else f"input {number} of {name}, as one before"
             known.add(signature(fault))

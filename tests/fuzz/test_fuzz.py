@@ -78,7 +78,7 @@ TARGETS["planted"] = Target(lambda folder: (folder / "a.txt").write_bytes(b"0123
     ("os.abort()", "dies with status -6"),
     ("time.sleep(99)", "hangs: no answer in 2 s"),
     ("bytearray(1 << 34)", "MemoryError"),
-    ("bytearray(b'x') * (1 << 27)", "bytes of memory"),
+    ("bytearray(b'x') * (1 << 28)", "bytes of memory"),
 ])  # fmt: skip
 def test_a_child_that_dies_hangs_or_swells_is_seen(fault, told, tmp_path, monkeypatch):
     (tmp_path / "planted.py").write_text(PLANTED.replace("FAULT", fault))
