@@ -54,8 +54,8 @@ class Replayed:
     """The recorded step as calls: `step(tokens)` returns the logits `[B, V]` and writes the next state into `state`.
 
     The constructor takes the second step, whose logits are `logits_BV`. `more` are the tensors that the step returns
-    after the next state; each step overwrites them. Once no later operation reads a result, its
-    memory is given to another result, so that all of them together need little more than those of one layer.
+    after the next state; each step overwrites them. Once no later operation reads a result, its memory is given to
+    another result, so that all of them together need little more than those of one layer.
     """
 
     def __init__(self, recorded: Recorded, tokens_B1: Tensor, active_B: Tensor, state: Sequence[Tensor]) -> None:

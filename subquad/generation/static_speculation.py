@@ -29,8 +29,8 @@ class StaticSpeculativeBatchState(StaticBatchState):
     A pass keeps what its tokens wrote, and a copy of the state before them.
     """
 
-    def __init__(self, model: Decoder, slots: int, capacity: int, draft: MakeDraft, *, record: bool = True) -> None:
-        super().__init__(model, slots, capacity)
+    def __init__(self, model: Decoder, slots: int, draft: MakeDraft) -> None:
+        super().__init__(model, slots, capacity=1)  # it does not grow
         self.drafts = SlotDrafts(draft)
         self._pass = StaticStep(flat(self._read_pass, self._like), self._refused)
         self._steps.append(self._pass)
@@ -52,6 +52,7 @@ class StaticSpeculativeBatchState(StaticBatchState):
         """Empty the slot and overwrite its sequence's state."""
         super().clear(slot)
         self.drafts.end(slot)
+        self._before, self._written = None, []
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +117,7 @@ def guessing_state(
 ) -> SpeculativeBatchState | StaticSpeculativeBatchState:
     """Return a state that reads guesses: a static one if its size is constant and the model has no last position."""
     if record and model.static_shapes and not model.state_grows and model.most_tokens is None:
-        return StaticSpeculativeBatchState(model, slots, 1, draft)
+        return StaticSpeculativeBatchState(model, slots, draft)
     return SpeculativeBatchState(model, slots, draft)
 
 
